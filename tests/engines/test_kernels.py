@@ -78,7 +78,7 @@ def test_every_fp8_code_is_widened_exactly(kernels: KernelOps) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000])
 def test_a_nan_stays_one_and_stays_with_its_token(kernels: KernelOps, kind: str, bits: int) -> None:
-    """bits: of float32's NaN as torch writes it, with every bit set, and as a processor makes it."""
+    """bits: of a NaN as torch writes it, with every bit set, and as a processor makes it."""
     linear = pack_linear(random_linear(kind, 130, 33), torch.float32)
     x = torch.randn(11, 33, generator=torch.Generator().manual_seed(4))
     expected = kernels.linear(x, linear).clone()

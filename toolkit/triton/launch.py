@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from toolkit.config.hosts import OPEN_LISTENER
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.process import supervise
 from toolkit.process.server import supervised
 from toolkit.process.workspace import Workspace
+from toolkit.triton.access import open_listeners
 from toolkit.triton.process.server import dispensable_models, launch_command
 
 __all__ = ["main"]
@@ -45,10 +47,16 @@ def main(arguments: list[str]) -> None:
     except ToolkitError as error:
         supervise.clean(workspace.path)
         _exit(error)
+    command += arguments[1:]
+    for listener in open_listeners(command):
+        warning = OPEN_LISTENER.format(address="this address")
+        print(
+            f"warning: {listener}: {warning}; put a proxy or a firewall before it", file=sys.stderr
+        )
     os.execve(
         sys.executable,
         supervised(
-            [*command, *arguments[1:]],
+            command,
             workspace.path,
             dispensable_models(repository),
             parent=0,

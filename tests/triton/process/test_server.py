@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tritonclient import grpc as grpcclient
+from tritonclient import http as httpclient
+from tritonclient.utils import InferenceServerException
 
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
@@ -287,6 +290,43 @@ def test_a_model_whose_process_dies_stops_the_server(
             server.check()
         assert f"a model's Python process ({stub}) died" in failed.value.log_tail
     assert not list(own_tmp.iterdir())
+
+
+def test_what_only_an_operator_needs_asks_for_a_key(
+    repository: Callable[[str], Path], own_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over both protocols. Inference, metadata, configuration and health stay open."""
+    key = "0123456789abcdef-operator"
+    monkeypatch.setenv("TOOLKIT_ADMIN_KEY", key)
+    calls: list[Callable[..., object]] = []
+    with TritonServer(repository(GOOD_MODEL)) as server:
+        with (
+            grpcclient.InferenceServerClient(server.grpc_url) as grpc,
+            httpclient.InferenceServerClient(server.http_url) as http,
+        ):
+            for client, name in (
+                (grpc, "triton-grpc-protocol-toolkit-admin-key"),
+                (http, "toolkit-admin-key"),
+            ):
+                assert client.is_server_ready()
+                assert client.get_model_metadata("tiny")
+                assert client.get_model_config("tiny")
+                calls = [
+                    client.get_model_repository_index,
+                    client.get_inference_statistics,
+                    client.get_system_shared_memory_status,
+                    client.get_trace_settings,
+                    client.get_log_settings,
+                ]
+                for call in calls:
+                    with pytest.raises(InferenceServerException, match="restricted"):
+                        call()
+                    with pytest.raises(InferenceServerException, match="restricted"):
+                        call(headers={name: key[:-1]})
+                    call(headers={name: key})
+        environment = Path(f"/proc/{server.pid}/environ").read_bytes()
+        assert key not in server.log_path.read_text()
+        assert key.encode() not in environment
 
 
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGTERM])
