@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, Sampling, TokenEvent
-from toolkit.triton.tensors.requests import Answer, Limits, Request, parse
+from toolkit.triton.tensors.requests import Answer, Limits, Request, check_is_only, parse
 
 LIMITS = Limits(decoupled=True, max_draft_len=4)
 STATS = RequestStats(
@@ -172,6 +172,20 @@ def test_a_prompt_is_refused_by_its_bytes_before_it_is_read() -> None:
     assert parsed(limits, text_input=b"x" * 64).prompt == "x" * 64
     with pytest.raises(RequestError, match=r"text_input has 65 bytes.* up to 64: 16 for each"):
         parsed(limits, text_input=b"\xff" * 65)
+
+
+def test_a_request_may_not_outlast_the_deployment() -> None:
+    limits = dataclasses.replace(LIMITS, max_timeout_ms=1000)
+    assert parsed(limits, timeout_ms=1000).timeout_ms == 1000
+    with pytest.raises(RequestError, match=r"timeout_ms is 1001; .* after 1000 ms"):
+        parsed(limits, timeout_ms=1001)
+
+
+def test_a_stop_cancels_no_request_of_several_with_its_id() -> None:
+    check_is_only(0, "1")
+    check_is_only(1, "1")
+    with pytest.raises(RequestError, match="2 running requests have the id '1', so none"):
+        check_is_only(2, "1")
 
 
 def test_a_stop_is_read_before_its_empty_prompt() -> None:

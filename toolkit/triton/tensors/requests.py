@@ -21,7 +21,7 @@ from toolkit.triton.tensors.engine_sampling import read_sampling
 from toolkit.triton.tensors.size_limits import check_prompt_bytes, check_words
 from toolkit.words import RequestAcceptance
 
-__all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "parse"]
+__all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "check_is_only", "parse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,14 @@ IGNORED_PARAMETERS = (
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What this deployment can serve. max_draft_len 0: there is no draft model. max_input_len: of
-    a prompt, in tokens; None: unknown.
+    a prompt, in tokens; None: unknown. max_timeout_ms: the deployment's own deadline; None: it has
+    none.
     """
 
     decoupled: bool
     max_draft_len: int
     max_input_len: int | None = None
+    max_timeout_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +160,23 @@ def parse(
         stop=_stop_words(tensors, request_format.tensor_name("stop_words")),
         draft_len=_draft_len(values.get("num_draft_tokens"), limits),
         acceptance=_acceptance(values.get("acceptance")),
-        timeout_ms=_positive(values, "timeout_ms"),
+        timeout_ms=_timeout(values, limits),
         include_prompt=(
             not streaming and not values.get(request_format.tensor_name("exclude_input"), False)
         ),
         returns=frozenset(name for name, value in values.items() if "return_" in name and value),
     )
+
+
+def check_is_only(count: int, request_id: str) -> None:
+    """Raises RequestError if a `stop` names `count` running requests, more than one. Clients choose
+    their ids, so the others may be somebody else's.
+    """
+    if count > 1:
+        raise RequestError(
+            f"{count} running requests have the id {request_id!r}, so none is cancelled",
+            hint="Give requests ids that nobody else chooses, such as a UUID.",
+        )
 
 
 def _unknown_input(name: str, request_format: RequestFormat) -> RequestError:
@@ -252,6 +265,17 @@ def _positive(values: Mapping[str, Any], name: str) -> int | None:
     if int(values[name]) < 1:
         raise RequestError(f"{name} is {values[name]}; it has to be at least 1")
     return int(values[name])
+
+
+def _timeout(values: Mapping[str, Any], limits: Limits) -> int | None:
+    stated, longest = _positive(values, "timeout_ms"), limits.max_timeout_ms
+    if stated is not None and longest is not None and stated > longest:
+        raise RequestError(
+            f"timeout_ms is {stated}; this deployment ends every request after {longest} ms"
+            " (triton.request_timeout_s)",
+            hint="Send a shorter one, or leave it out.",
+        )
+    return stated
 
 
 def _draft_len(value: Any, limits: Limits) -> int | None:

@@ -13,9 +13,11 @@ from toolkit.errors import RequestError
 __all__ = [
     "MAX_BIASED_WORDS",
     "MAX_BYTES_PER_TOKEN",
+    "MAX_LOGITS_BYTES",
     "MAX_STOP_IDS",
     "MAX_STOP_WORDS",
     "MAX_WORD_BYTES",
+    "check_logits",
     "check_prompt_bytes",
     "check_stop_ids",
     "check_words",
@@ -26,6 +28,9 @@ MAX_BYTES_PER_TOKEN = 16
 MAX_STOP_WORDS = 64
 MAX_BIASED_WORDS = 1024  # bad words and words with a bias: each is encoded once per request
 MAX_WORD_BYTES = 256
+# Of the logits that a request gets back: 256 tokens of a vocabulary of 128k. A draft's call asks
+# for those of its few drafts.
+MAX_LOGITS_BYTES = 128 << 20
 MAX_STOP_IDS = 4096  # of all stop words together, where they come as ids
 
 
@@ -57,3 +62,16 @@ def check_stop_ids(count: int, name: str) -> None:
     """Raises RequestError for stop words of more than MAX_STOP_IDS ids."""
     if count > MAX_STOP_IDS:
         raise RequestError(f"{name} holds {count} ids; {MAX_STOP_IDS} are served at most")
+
+
+def check_logits(tokens: int, vocab_size: int) -> None:
+    """Raises RequestError if the float32 logits of so many tokens are too many to keep for an
+    answer.
+    """
+    size = 4 * tokens * vocab_size
+    if size > MAX_LOGITS_BYTES:
+        raise RequestError(
+            f"return_generation_logits of {tokens} tokens takes {size} bytes, and at most"
+            f" {MAX_LOGITS_BYTES} are served",
+            hint=f"Ask for at most {MAX_LOGITS_BYTES // (4 * vocab_size)} tokens in one request.",
+        )
