@@ -136,6 +136,11 @@ def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) ->
             "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
         ),
         ({"head_dim": 15}, "head_dim 15 is odd"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000; at most 10000 can be read",
+        ),
+        ({"vocab_size": 2**40}, "vocab_size is 1099511627776; at most 16777216 can be read"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta has two values"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),

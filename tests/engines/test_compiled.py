@@ -4,17 +4,22 @@ compiled, once per run.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from tests.engines.contract import StepEngineContract
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import TOKENS, Export
+from toolkit.engines.embedded.compile import private_cache
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.registry import backend, loader
@@ -162,16 +167,49 @@ def test_eager_engine_loads_to_the_checkpoints_own_logits(
     assert torch.equal(engine.forward([0, 1], TOKENS), plain.forward([0, 1], TOKENS))
 
 
+def test_inductors_cache_is_private_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with private_cache():
+        folder = Path(cache_dir())
+        assert folder.name.startswith("toolkit-inductor-")
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    with private_cache():
+        assert Path(cache_dir()) == folder  # inductor remembers files in it
+
+
 @pytest.fixture
 def copied(eager_engine: CompiledEngine, tmp_path: Path) -> Path:
     shutil.copytree(eager_engine.path, tmp_path / "engine")
     return tmp_path / "engine"
 
 
-def edit(engine_dir: Path, change: Callable[[dict[str, object]], None]) -> None:
+def edit(engine_dir: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config = json.loads((engine_dir / "config.json").read_text())
     change(config)
     (engine_dir / "config.json").write_text(json.dumps(config))
+
+
+def make_compiled(engine_dir: Path, built_with: dict[str, str]) -> None:
+    """Let an engine say that it is compiled, with code that nobody can load."""
+    digests = {}
+    for name in ("decode.pt2", "kernels.so"):
+        (engine_dir / name).write_bytes(b"x")
+        digests[name] = f"sha256:{hashlib.sha256(b'x').hexdigest()}"
+
+    def change(config: dict[str, Any]) -> None:
+        config["toolkit"].update(mode="compiled", built_with=built_with)
+        config["toolkit"]["files"].update(digests)
+
+    edit(engine_dir, change)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "decode.pt2", "kernels.so"])
+def test_a_file_that_is_loaded_has_to_have_a_digest(copied: Path, name: str) -> None:
+    make_compiled(copied, {})
+    edit(copied, lambda config: config["toolkit"]["files"].pop(name))
+    with pytest.raises(StageError, match=rf"{name} is not in its list of files, so it has no"):
+        loader("torch").load(copied)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "tokenizer.json"])
@@ -195,7 +233,7 @@ def test_folder_without_config_is_no_engine(tmp_path: Path) -> None:
 
 
 def test_engine_of_another_format_is_refused(copied: Path) -> None:
-    edit(copied, lambda config: config["toolkit"].update(format=99))  # type: ignore[attr-defined]
+    edit(copied, lambda config: config["toolkit"].update(format=99))
     with pytest.raises(StageError, match="engine format 99 is not 3"):
         loader("torch").load(copied)
 
@@ -206,7 +244,7 @@ def test_engine_for_another_cpu_is_refused(copied: Path) -> None:
         "cpu_capability": "AVX512",
         "torch": torch.__version__,
     }
-    edit(copied, lambda config: config["toolkit"].update(mode="compiled", built_with=foreign))  # type: ignore[attr-defined]
+    make_compiled(copied, foreign)
     with pytest.raises(StageError, match="lacks avx1024"):
         loader("torch").load(copied)
 
@@ -219,7 +257,7 @@ def test_engine_of_another_torch_is_refused(copied: Path) -> None:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
     older = {**here, "torch": "2.1.0"}
-    edit(copied, lambda config: config["toolkit"].update(mode="compiled", built_with=older))  # type: ignore[attr-defined]
+    make_compiled(copied, older)
     with pytest.raises(StageError, match=r"compiled with torch 2\.1\.0"):
         loader("torch").load(copied)
 

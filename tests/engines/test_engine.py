@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engines.contract import StepEngineContract
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
+from toolkit.engines.embedded.model import Attention, Step, TorchOps
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +36,15 @@ class TestFloat32(StepEngineContract):
     @pytest.fixture
     def engine(self, float32_engine: EmbeddedEngine) -> EmbeddedEngine:
         return float32_engine
+
+
+def test_a_nan_that_a_former_request_left_in_its_slot_is_never_read() -> None:
+    """A longer sequence beside it makes the step read that far."""
+    size, how = (2, 1, 32, 8), Attention(1, 1, 8, 1e-5, None, None, None, None, None)
+    step = Step(torch.tensor([0, 1]), torch.tensor([2, 20]), torch.ones(32, 4), torch.zeros(32, 4))
+    qkv = torch.randn(2, 1, 24, generator=torch.Generator().manual_seed(1))
+    clean = TorchOps().attention(qkv, (torch.ones(size), torch.ones(size)), step, how)
+    cache = torch.ones(size), torch.ones(size)
+    for tensor in cache:
+        tensor[0, :, 3:] = float("nan")
+    assert torch.equal(TorchOps().attention(qkv, cache, step, how), clean)

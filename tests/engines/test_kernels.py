@@ -75,6 +75,18 @@ def test_every_fp8_code_is_widened_exactly(kernels: KernelOps) -> None:
     assert torch.equal(widened[0], weight[:, 0].float())
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000])
+def test_a_nan_stays_one_and_stays_with_its_token(kernels: KernelOps, kind: str, bits: int) -> None:
+    """bits: of a NaN as torch writes it, with every bit set, and as a processor makes it."""
+    linear = pack_linear(random_linear(kind, 130, 33), torch.float32)
+    x = torch.randn(11, 33, generator=torch.Generator().manual_seed(4))
+    expected = kernels.linear(x, linear).clone()
+    expected[7] = float("nan")
+    x.view(torch.int32)[7, 20] = bits
+    assert torch.equal(kernels.linear(x, linear).nan_to_num(1e9), expected.nan_to_num(1e9))
+
+
 @pytest.mark.parametrize("kind", ["float32", "w8a16", "w8a8", "fp8"])
 @pytest.mark.parametrize(("hidden", "dim", "inner"), [(96, 32, 160), (37, 24, 45)])
 def test_half_a_layer_in_one_call_equals_its_parts(
@@ -207,6 +219,27 @@ def test_quantized_models_equal_the_eager_engine(
     difference = (kernel_engine(export.path).forward([0, 1], TOKENS) - plain).abs().amax(-1)
     assert difference.median() < 1e-5
     assert difference.max() < (export.simulated - export.source).abs().max()
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_nan_in_an_fp8_cache_is_found_by_every_later_token(kernels: KernelOps, part: str) -> None:
+    dim, n = 32, 5
+    sizes = (2, 1, dim, 128), (2, 1, 128, dim)
+    cache = tuple(torch.zeros(size, dtype=torch.uint8) for size in sizes)
+    qkv = torch.randn(1, n, 3 * dim, generator=torch.Generator().manual_seed(5))
+    qkv[0, 2, dim if part == "key" else 2 * dim] = float("nan")
+    one = torch.tensor(1.0)
+    how = Attention(1, 1, dim, 1e-5, None, None, None, one, one)
+    unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
+
+    def step(tokens: torch.Tensor, length: int) -> torch.Tensor:
+        where = Step(torch.tensor([1]), torch.tensor([length]), *unrotated)
+        return kernels.attention(tokens.contiguous(), (cache[0], cache[1]), where, how)
+
+    step(qkv, 10)
+    later = step(torch.randn(1, 1, 3 * dim), 10 + n)
+    assert later.isnan().any()
+    assert step(torch.randn(1, 2, 3 * dim), 10).isfinite().all()  # written again from there on
 
 
 def test_garbage_behind_a_slots_length_is_never_read(

@@ -94,6 +94,45 @@ def test_a_server_on_path_needs_no_stub(tmp_path: Path) -> None:
     assert "Python stub" not in checks
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "words"),
+    [
+        (
+            "2.51.0",
+            "warn",
+            "2.51.0 has the holes of NVIDIA's security bulletin 5687 (CVE-2025-23310",
+        ),
+        ("2.59.1", "warn", "CVE-2025-23334"),
+        ("2.60.0", "ok", "2.60.0, without the holes"),
+        ("3.0.0", "ok", "3.0.0, without the holes"),
+        (None, "warn", "its version is not known"),
+    ],
+)
+def test_the_version_of_triton_is_told_with_its_published_holes(
+    tmp_path: Path, version: str | None, status: str, words: str
+) -> None:
+    if version is not None:
+        (tmp_path / "TRITON_VERSION").write_text(f"{version}\n")
+    checks = diagnoses_of(tmp_path, tmp_path / "bin" / "tritonserver", None, None, "g++")
+    assert checks["Triton"].status == status
+    assert words in checks["Triton"].detail
+
+
+def test_the_wheels_own_version_is_known(tmp_path: Path) -> None:
+    checks = diagnoses_of(tmp_path, tmp_path / "bin" / "tritonserver", tmp_path, tmp_path, "g++")
+    assert checks["Triton"].detail.startswith("2.51.0 has the holes")
+
+
+def test_a_server_on_path_without_its_python_backend_is_told(tmp_path: Path) -> None:
+    server, folder = tmp_path / "bin" / "tritonserver", tmp_path / "backends" / "python"
+    checks = diagnoses_of(tmp_path, server, None, None, "g++")
+    assert checks["Python backend"].status == "warn"
+    folder.mkdir(parents=True)
+    for name in ("libtriton_python.so", "triton_python_backend_stub"):
+        (folder / name).touch()
+    assert diagnoses_of(tmp_path, server, None, None, "g++")["Python backend"].status == "ok"
+
+
 def test_a_check_that_breaks_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,6 +314,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
         "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
+        "toolkit-open-listener",
         "toolkit-loads-beyond-batch", "toolkit-ngram-size",
     }  # fmt: skip
     tested_below = {
@@ -641,6 +642,8 @@ def test_what_changes_in_silence_is_said_before(
         ("engine", algo(WO, "draft"), "mixed-precision-pair"),
         ("pytorch", {"engine__attn_backend": "VANILLA"}, "attention-backend"),
         ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16}, "ranks-per-node"),
+        ("torch", {"triton__host": "0.0.0.0"}, "toolkit-open-listener"),
+        ("vllm_cpu", {"triton__host": "gpu7"}, "toolkit-open-listener"),
         ("torch", {"validation__max_prompts": 58}, "toolkit-parity-prompts"),
         ("torch", {"validation__parity": {"max_divergence_rate": 0.04}}, "toolkit-parity-prompts"),
         (

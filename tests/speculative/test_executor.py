@@ -5,10 +5,12 @@ computes only what its slot does not hold.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,6 +226,29 @@ def test_a_failed_forward_ends_its_calls_and_nothing_else() -> None:
     assert outputs[-1].error == "RuntimeError: no more"
     engine.broken = False
     assert ids_of(executor, PROMPTS[2], 3) == ids_of(Executor(TableEngine(1)), PROMPTS[2], 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_their_call_and_no_other(temperature: float) -> None:
+    class Poisoned(TableEngine):
+        """No number behind a token 39 in the third place."""
+
+        def forward(
+            self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+        ) -> torch.Tensor:
+            logits = super().forward(slots, tokens, last_only=last_only)
+            for row, slot in enumerate(slots):
+                if self._cache[slot][4 + 2] == 39:
+                    logits[row, :, 7] = float("nan")
+            return logits
+
+    sampling = Sampling(temperature=temperature, seed=3)
+    calls = [Call(str(i), (1, 2, last), 9, sampling=sampling) for i, last in enumerate((3, 39, 5))]
+    first, bad, last = run(Executor(Poisoned(1)), *calls)
+    assert "not finite" in str(bad[-1].error)
+    for outputs, call in ((first, calls[0]), (last, calls[2])):
+        (alone,) = run(Executor(TableEngine(1)), call)
+        assert [output.ids for output in outputs] == [output.ids for output in alone]
 
 
 def test_draft_logits_that_are_not_finite_end_their_call_and_no_other() -> None:

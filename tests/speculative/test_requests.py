@@ -202,6 +202,45 @@ def test_numbers_that_are_not_finite_end_one_request_and_no_other(
     assert_idle(runtime, target, draft)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("acceptance", ["rejection", "coupled", "sample_match"])
+@pytest.mark.parametrize("fed", [3, 5])
+def test_a_draft_that_is_not_finite_leaves_its_request_to_plain_decoding(
+    temperature: float, acceptance: str, fed: int
+) -> None:
+    """fed: from how many tokens in the draft's cache on its numbers are bad, so that it is with
+    the first or in the middle of a block.
+    """
+
+    class Poisoned(TableEngine):
+        def forward(
+            self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+        ) -> torch.Tensor:
+            logits = super().forward(slots, tokens, last_only=last_only)
+            rows = [
+                row
+                for row, slot in enumerate(slots)
+                if self.length(slot) > fed and self._cache[slot][4 + 2] == 39
+            ]
+            logits[rows] = float("nan")
+            return logits
+
+    draft = Poisoned(2, closeness=0.9)
+    runtime = make_runtime(TableEngine(1, closeness=0.9), draft)
+    fields: dict[str, Any] = {"temperature": temperature, "acceptance": acceptance, "seed": 3}
+    requests = [make_request((1, 2, last), request_id=str(last), **fields) for last in (3, 39, 5)]
+    outcomes = serve(runtime, requests)
+    assert [outcome.finish_reason for outcome in outcomes] == ["length"] * 3
+    drafted = [outcome.stats.drafted for outcome in outcomes]
+    assert drafted[1] < 4 < min(drafted[0], drafted[2])
+    if temperature == 0.0 or acceptance == "coupled":
+        plain = make_runtime(TableEngine(1, closeness=0.9), max_draft_len=0)
+        assert [outcome.ids for outcome in outcomes] == [
+            outcome.ids for outcome in serve(plain, requests)
+        ]
+    assert_idle(runtime, draft)
+
+
 def test_a_receiver_that_fails_ends_its_own_request_only() -> None:
     target, draft = TableEngine(1), TableEngine(2)
     runtime = make_runtime(target, draft)

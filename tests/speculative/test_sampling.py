@@ -15,8 +15,10 @@ from scipy.stats import chisquare
 
 from toolkit.interfaces import Sampling
 from toolkit.speculative.sampling import (
+    NOT_FINITE,
     ExponentialRace,
     Penalties,
+    are_finite,
     argmax,
     draw,
     log_probability,
@@ -170,3 +172,23 @@ def test_log_probability_is_that_of_the_softmax() -> None:
     assert [log_probability(logits, token) for token in range(50)] == pytest.approx(
         expected.tolist()
     )
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+def test_the_best_token_of_a_row_that_is_not_finite_is_none(fault: float) -> None:
+    logits = torch.tensor([[[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]], [[-math.inf, 3.0, 3.0], [0.0] * 3]])
+    logits[0, 1, 2] = fault
+    assert argmax(logits) == [[1, NOT_FINITE], [1, 0]]
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True  # the same arithmetic without NumPy, here on the CPU
+
+    assert argmax(logits.as_subclass(OnCuda)) == [[1, NOT_FINITE], [1, 0]]
+    rows = logits[0].numpy()
+    assert are_finite(rows, [2, 1])
+    assert not are_finite(rows, [2, 2])
+
+
+def test_a_race_of_weights_that_are_not_numbers_has_no_winner() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        ExponentialRace(1, 3).winner(np.array([1.0, math.nan, 0.5]), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,31 @@ def test_a_damaged_tokenizer_is_a_checkpoint_error(tmp_path: Path) -> None:
         TextCodec.from_file(tmp_path / "tokenizer.json")
     with pytest.raises(CheckpointError, match="cannot be read"):
         TextCodec.from_file(tmp_path / "nowhere.json")
+
+
+def test_other_threads_run_while_a_long_prompt_is_encoded() -> None:
+    """With Python's lock held, the other thread would wake once, when the prompt is done."""
+    wakes, stop = itertools.count(), threading.Event()
+
+    def wake() -> None:
+        while not stop.wait(0.001):
+            next(wakes)
+
+    text = "def read_config(path): return path\n" * 20_000
+    thread = threading.Thread(target=wake)
+    thread.start()
+    CODEC.encode(text)
+    stop.set()
+    thread.join()
+    assert next(wakes) > 5
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "length"),
+    [("a\n", "\n\n", 1), ("aab", "aabab", 3), ("abab", "babc", 3), ("x", "y", 0)],
+)
+def test_what_may_become_a_stop_word_is_held_back(text: str, word: str, length: int) -> None:
+    stream = CODEC.stream([], (word,))
+    _, released = stream.push(CODEC.encode(text))
+    assert text == released + text[len(text) - length :]
+    assert released + stream.finish() == text

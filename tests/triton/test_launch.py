@@ -174,6 +174,38 @@ def test_a_server_that_is_asked_to_end_at_start_is_not_started_again(tmp_path: P
     assert counted.read_text().splitlines() == ["start"]
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_launch_script_warns_of_a_listener_beyond_loopback(
+    tmp_path: Path, *, is_open: bool
+) -> None:
+    """The tritonserver on PATH is a program that prints its arguments."""
+    program, repository = tmp_path / "bin" / "tritonserver", tmp_path / "repository"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    (repository / "model").mkdir(parents=True)
+    (repository / "model" / "config.pbtxt").touch()
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.triton.launch", str(repository)]
+        + ["--http-address=0.0.0.0"] * is_open,
+        env={
+            **os.environ,
+            "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+            "TMPDIR": str(tmp_path / "tmp"),
+            "TOOLKIT_ADMIN_KEY": "0123456789abcdef",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    warning = "warning: --http-address=0.0.0.0: everyone who reaches this address can use the model"
+    assert (warning in done.stderr) is is_open
+    assert "0123456789abcdef" not in done.stderr
+    assert "--http-address=127.0.0.1" in done.stdout
+    assert "toolkit-admin-key=0123456789abcdef" in done.stdout
+
+
 def test_bare_tritonserver_serves_in_the_right_environment(
     tiny_repository: TritonRepository, tmp_path: Path
 ) -> None:

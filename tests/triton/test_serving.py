@@ -359,6 +359,20 @@ def test_a_request_is_cancelled_by_its_id(
     assert "stop came without a request id" in text
 
 
+def test_an_id_that_two_requests_have_cancels_neither(
+    client: Client, tiny_server: TritonServer, endless: str
+) -> None:
+    """Clients count their requests, so that another one's has the same id."""
+    both = [client.stream(endless, max_tokens=LONG, request_id="1") for _ in range(2)]
+    for chunks in both:
+        next(chunks)
+    status, text = post(tiny_server, "generate", {"id": "1", "text_input": "", "stop": True})
+    assert status == 400
+    assert "2 running requests have the id '1', so none is cancelled" in text
+    for chunks in both:
+        assert list(chunks)[-1].finish_reason == "length"
+
+
 def test_a_killed_client_frees_its_slot(tiny_server: TritonServer, endless: str) -> None:
     before = settled(tiny_server).get("toolkit_requests:cancelled", 0)
     program = (

@@ -338,6 +338,21 @@ def test_a_stop_request_of_the_core_client_cancels_its_call(
         infer(raw, "tensorrt_llm", upstream.stop_inputs())
 
 
+def test_an_engine_model_ends_calls_that_are_late(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    repository = package_pair(tiny_pair, tmp_path, layout="bls", request_timeout_s=0.1)
+    tensors = upstream.core_inputs([256, 100], MAX_SEQ_LEN - 3, end_id=-1, pad_id=257)
+    with (
+        TritonServer(repository.path) as server,
+        triton_grpc.InferenceServerClient(server.grpc_url) as raw,
+    ):
+        with pytest.raises(InferenceServerException, match=r"deadline of 0\.1 s passed after"):
+            infer(raw, "tensorrt_llm", tensors)
+        short = upstream.core_inputs([256, 100], 2, end_id=-1, pad_id=257)
+        assert infer(raw, "tensorrt_llm", short).as_numpy("output_ids").size == 4
+
+
 def test_the_llmapi_client_is_served_and_stops(unary_server: TritonServer) -> None:
     """tools/llmapi_client.py and tools/tests/test_llmapi_cancel.py: a stop is answered with
     CANCELLED before, during and after the request.

@@ -38,6 +38,16 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", qkv_bias=False, qk_norm=True, sliding_window=True),
 }
 DTYPES = ("float32", "float16", "bfloat16")
+# Far above every published model. A larger number would be found only by running out of memory.
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +166,8 @@ class _Stated:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.fault(f"{key} is {value!r}, but must be a positive whole number")
+        if value > LARGEST.get(key, value):
+            raise self.fault(f"{key} is {value}; at most {LARGEST[key]} can be read")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.checkpoints.patterns import expressions, runs_away
 from toolkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ def tokenizer_text(directory: Path) -> str:
     if file.exists():
         try:
             text = file.read_text(encoding="utf-8")
-            json.loads(text)
+            content = json.loads(text)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
             raise CheckpointError(f"cannot be read ({exc})", where=file) from exc
+        _check_expressions(content, file)
         return text
     convertible = [
         name
@@ -110,3 +112,14 @@ def write_tokenizer(source: Path, out_dir: Path) -> tuple[str, ...]:
             shutil.copyfile(source / name, out_dir / name)
             names.append(name)
     return tuple(names)
+
+
+def _check_expressions(content: object, file: Path) -> None:
+    for expression in expressions(content):
+        if runs_away(expression):
+            raise CheckpointError(
+                "a prompt can take exponentially long, since this expression repeats what repeats:"
+                f" {expression}",
+                where=file,
+                hint="use the tokenizer of the model's own publisher",
+            )

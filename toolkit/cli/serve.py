@@ -24,6 +24,7 @@ from toolkit.cli.common import (
     shell_path,
     show,
 )
+from toolkit.config.hosts import OPEN_LISTENER, is_loopback
 
 if TYPE_CHECKING:
     from toolkit.config.schema import DeploymentConfig
@@ -54,6 +55,9 @@ def serve(
     with located_plan_errors(config, overrides):
         packaged = package_to_serve(loaded, rehash=rehash)
     repository = here().repository(loaded.name)
+    host = loaded.triton.host
+    if not is_loopback(host):
+        say(f"warning: {OPEN_LISTENER.format(address=host)}; put a proxy or a firewall before it")
     is_ready = False
     try:
         with _interrupted_by_signals(), contextlib.ExitStack() as running:

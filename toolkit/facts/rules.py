@@ -391,6 +391,10 @@ RULES: dict[str, tuple[str, Source]] = {
         " interval between chunks",
         Source("TRT triton_backend/all_models/llmapi/tensorrt_llm/1/model.py", "B"),
     ),
+    "toolkit-open-listener": (
+        "the servers that the toolkit starts listen on loopback, unless the YAML names a host",
+        OWN,
+    ),
     "toolkit-draft-failure": (
         "only in layout bls the draft is a process of its own, which may fail alone",
         OWN,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from toolkit.errors import BackendUnavailable, ToolkitError
+from toolkit.facts.triton_server import BULLETIN, CVES, MENDED, WHEEL_VERSIONS, triton_version
 from toolkit.pipeline.machine import cpu_flags, gpus, machine, memory_bytes, usable_cores
 from toolkit.rounding import size
 
@@ -278,8 +279,10 @@ def _server(
         return
     origin = "PATH" if wheel is None else f"nvidia-pytriton {version('nvidia-pytriton')}"
     yield Diagnosis("tritonserver", OK, f"{binary} ({origin})")
+    yield _holes(binary, wheel)
     if wheel is None:
-        return  # a server on the PATH brings its own Python stub
+        yield _python_backend(binary)  # a server on the PATH brings its own Python stub
+        return
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     stubs = wheel / "python_backend_stubs"
     if (stubs / running / "triton_python_backend_stub").is_file():
@@ -305,6 +308,43 @@ def _server(
             hint,
             essential=True,
         )
+
+
+def _holes(binary: Path, wheel: Path | None) -> Diagnosis:
+    """Whether this version of Triton has the published holes. NVIDIA's containers state the version
+    in a file beside the server's folders.
+    """
+    stated = binary.parent.parent / "TRITON_VERSION"
+    text = stated.read_text(encoding="utf-8").strip() if stated.is_file() else ""
+    if wheel is not None:
+        text = text or WHEEL_VERSIONS.get(version("nvidia-pytriton"), "")
+    triton = triton_version(text)
+    mended = ".".join(map(str, MENDED))
+    hint = (
+        f"put a tritonserver from {mended} (container 25.08) on PATH, which is preferred; until"
+        " then let only programs that you trust reach it"
+    )
+    if triton is None:
+        return Diagnosis("Triton", WARN, f"its version is not known; {BULLETIN}", hint)
+    if triton >= MENDED:
+        return Diagnosis("Triton", OK, f"{text}, without the holes of {BULLETIN}")
+    holes = f"{text} has the holes of {BULLETIN} ({', '.join(CVES)})"
+    return Diagnosis("Triton", WARN, holes, hint)
+
+
+def _python_backend(binary: Path) -> Diagnosis:
+    """Whether a server on the PATH has what our models run in."""
+    folder = binary.resolve().parent.parent / "backends" / "python"
+    names = ("libtriton_python.so", "triton_python_backend_stub")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if not missing:
+        return Diagnosis("Python backend", OK, f"in {folder}; it runs the Python it was built for")
+    return Diagnosis(
+        "Python backend",
+        WARN,
+        f"{folder} has no {' and no '.join(missing)}",
+        "use a tritonserver with its Python backend, or take this one off PATH for the wheel's",
+    )
 
 
 def _loopback() -> Iterator[Diagnosis]:

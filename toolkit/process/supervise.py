@@ -54,7 +54,8 @@ def clean(workspace: Path) -> None:
     run in that folder.
     """
     processes = _processes_in(workspace)
-    regions = {*SHM.glob(f"{workspace.name}*"), *_shared_memory_of(processes)}
+    # Up to the separator, so that the regions of a longer name are not taken for its own.
+    regions = {*SHM.glob(f"{workspace.name}-*"), *_shared_memory_of(processes)}
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

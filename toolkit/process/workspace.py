@@ -4,6 +4,9 @@ A workspace is a folder in the temporary directory. The server and everything it
 lock, so a leftover is recognised exactly: its lock is free. The name of the workspace is also the
 prefix of Triton's shared-memory regions. The next start sweeps leftovers, in case even `supervise`
 was killed before it could clean up.
+
+Everybody may write to the temporary directory, so a sweep touches only what `Workspace.create` can
+have made: a real folder of this user with a name of exactly that form.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +27,9 @@ from toolkit.process import supervise
 __all__ = ["Workspace", "private_folder", "sweep"]
 
 WORKSPACE_PREFIX = "toolkit-serve-"
+# What tempfile.mkdtemp adds to the prefix. A name that another name begins with would match the
+# shared memory of both.
+WORKSPACE_NAME = re.compile(WORKSPACE_PREFIX + r"[a-z0-9_]{8}")
 LOCK_FILE = "lock"
 STALE_S = 60.0  # a workspace that still has no lock file after this time was abandoned
 
@@ -67,10 +75,12 @@ def private_folder() -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the workspaces and the shared memory of servers that are gone."""
+    """Remove this user's workspaces and the shared memory of servers that are gone."""
     for path in folder.glob(f"{WORKSPACE_PREFIX}*"):
         try:
-            lock = os.open(path / LOCK_FILE, os.O_RDWR)
+            if not _is_workspace(path):
+                continue
+            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
             # The folder itself may also be gone: its own server has just ended.
             with contextlib.suppress(FileNotFoundError):
@@ -78,7 +88,7 @@ def sweep(folder: Path) -> None:
                     supervise.clean(path)
             continue
         except OSError:
-            continue  # it belongs to another user
+            continue  # it cannot be opened, so it is not known to be free
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             supervise.clean(path)
@@ -86,3 +96,13 @@ def sweep(folder: Path) -> None:
             pass  # in use
         finally:
             os.close(lock)
+
+
+def _is_workspace(path: Path) -> bool:
+    """Whether `Workspace.create` of this user can have made this folder."""
+    status = path.lstat()
+    return (
+        WORKSPACE_NAME.fullmatch(path.name) is not None
+        and stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+    )

@@ -15,6 +15,7 @@ it is passed to the accept rule with `adopt`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Slots
 from typing import Protocol
 
@@ -22,7 +23,7 @@ import torch
 
 from toolkit.interfaces import StepEngine
 from toolkit.speculative.request_state import Sequence
-from toolkit.speculative.sampling import argmax, to_host, token_rows
+from toolkit.speculative.sampling import NOT_FINITE, argmax, to_host, token_rows
 
 __all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
 
@@ -37,7 +38,8 @@ class Drafter(Protocol):
 
     def propose(self, sequences: Slots[Sequence]) -> None:
         """Append up to draft_room() tokens to each sequence's `drafts`. Every sequence was fed
-        before and has room for at least one token.
+        before and has room for at least one token. A sequence whose draft fails keeps the drafts
+        that it has, and `draft_failed` is set.
         """
         ...
 
@@ -80,14 +82,21 @@ class ModelDrafter:
         self._rewind([row.slot for row in rows], [len(row.ids) - width for row in rows])
         tokens = [row.ids[-width:] for row in rows]
         for index in range(rooms[rows[0].slot]):
-            while rooms[rows[-1].slot] <= index:
+            while rows and rooms[rows[-1].slot] <= index:
                 rows.pop()
+                tokens.pop()
+            if not rows:
+                break
             logits = self._engine.forward(
-                [row.slot for row in rows], token_rows(tokens[: len(rows)]), last_only=True
+                [row.slot for row in rows], token_rows(tokens), last_only=True
             )  # [rows, 1, vocab]
-            tokens = [[token] for token in self._choose(rows, logits)]
-            for row, (token,) in zip(rows, tokens, strict=True):
-                row.drafts.append(token)
+            chosen = list(zip(rows, self._choose(rows, logits), strict=True))
+            for row, token in chosen:
+                row.draft_failed = token == NOT_FINITE
+                if not row.draft_failed:
+                    row.drafts.append(token)
+            rows = [row for row, token in chosen if token != NOT_FINITE]
+            tokens = [[token] for _, token in chosen if token != NOT_FINITE]
         for sequence in sequences:
             self._valid_tokens[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
 
@@ -102,9 +111,11 @@ class ModelDrafter:
     def _choose(self, rows: list[Sequence], logits: torch.Tensor) -> list[int]:
         if all(row.rule.is_argmax for row in rows):
             return [ids[0] for ids in argmax(logits)]
-        host = to_host(logits)
+        host = to_host(logits)[:, 0]
         return [
-            row.rule.propose(host[index, 0], len(row.ids) + len(row.drafts), row.drafts)
+            row.rule.propose(host[index], len(row.ids) + len(row.drafts), row.drafts)
+            if math.isfinite(host[index].max())
+            else NOT_FINITE
             for index, row in enumerate(rows)
         ]
 

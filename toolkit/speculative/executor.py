@@ -31,7 +31,14 @@ from toolkit.interfaces import Sampling, StepEngine
 from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
 from toolkit.speculative.ending import after_stop_sequence, ending_of
 from toolkit.speculative.limits import check_total_length
-from toolkit.speculative.sampling import Floats, log_probability, normalised, to_host, token_rows
+from toolkit.speculative.sampling import (
+    Floats,
+    are_finite,
+    log_probability,
+    normalised,
+    to_host,
+    token_rows,
+)
 from toolkit.words import FinishReason
 
 __all__ = ["Call", "Executor", "Output"]
@@ -305,6 +312,8 @@ class Executor:
         made = before - len(call.ids)
         allowed = self._without_end_ids(logits, call, made) if made < call.min_tokens else logits
         accepted, token = row.rule.decide(allowed, before, drafts)
+        if not are_finite(logits, [*drafts[:accepted], token]):
+            raise ValueError("the model's logits are not finite")
         new, reason = self._until_the_end(row, [*drafts[:accepted], token])
         if drafts and reason is None:
             reason = "length"  # a call with drafts is one verification

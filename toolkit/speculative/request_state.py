@@ -48,6 +48,8 @@ class Sequence:
         self._eos = eos
         self._end = len(self.ids) + request.max_tokens
         self._draft_len = draft_len
+        # The draft's numbers for this request are not finite: the rest of it is decoded plainly.
+        self.draft_failed = False
         self.load_limit = draft_len  # draft tokens the load allows; the runtime sets it each step
 
     @property
@@ -61,6 +63,8 @@ class Sequence:
         """How many tokens to draft in this step. A step adds one token more than it accepts, and
         tokens beyond max_tokens are of no use.
         """
+        if self.draft_failed:
+            return 0
         return min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
 
     def take(self, accepted: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:

@@ -38,7 +38,14 @@ from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, matc
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
 from toolkit.speculative.request_state import OnEvent, Sequence
-from toolkit.speculative.sampling import Floats, argmax, to_host, token_rows
+from toolkit.speculative.sampling import (
+    NOT_FINITE,
+    Floats,
+    are_finite,
+    argmax,
+    to_host,
+    token_rows,
+)
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
 from toolkit.words import AcceptanceChoice, FinishReason, RuntimeRule
@@ -442,6 +449,7 @@ def _decide(row: Sequence, logits: Floats | None, choices: list[int]) -> tuple[i
         accepted, token = match(row.drafts, choices.__getitem__)
     else:
         accepted, token = row.rule.decide(logits, len(row.ids), row.drafts)
-    if logits is not None and not math.isfinite(float(logits[accepted, token])):
+    tokens = [*row.drafts[:accepted], token]
+    if token == NOT_FINITE or not (logits is None or are_finite(logits, tokens)):
         raise ValueError(NOT_FINITE_MESSAGE)
     return accepted, token

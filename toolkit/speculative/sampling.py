@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "NOT_FINITE",
     "ExponentialRace",
     "Floats",
     "Penalties",
+    "are_finite",
     "argmax",
     "draw",
     "log_probability",
@@ -43,6 +45,7 @@ __all__ = [
 Floats = NDArray[Any]  # float32 or float64
 # Below this temperature a float32 quotient overflows. All tokens but the best weigh 0 long before.
 MIN_TEMPERATURE = 1e-30
+NOT_FINITE = -1  # instead of a token, where the best logit is no finite number
 DRAW_BLOCK_TOKENS = 64
 TOP_P_CANDIDATES = 128  # a nucleus of more tokens is found by a full sort
 
@@ -61,11 +64,25 @@ def to_host(logits: Tensor) -> Floats:
 
 
 def argmax(logits: Tensor) -> list[list[int]]:
-    """[batch, n, vocab] -> [batch][n] ids. The lowest id wins a tie, in target and draft alike, so
-    that both choose the same token.
+    """[batch, n, vocab] -> [batch][n] ids, or NOT_FINITE. The lowest id wins a tie, in target and
+    draft alike, so that both choose the same token. NaN counts as the largest number.
     """
-    ids: list[list[int]] = (logits if logits.is_cuda else logits.numpy()).argmax(-1).tolist()
+    ids: list[list[int]]
+    if logits.is_cuda:
+        best = logits.argmax(-1)
+        values = logits.gather(-1, best[..., None])[..., 0]
+        ids = torch.where(values.isfinite(), best, NOT_FINITE).tolist()
+        return ids
+    rows = logits.numpy().reshape(-1, logits.shape[-1])
+    chosen = rows.argmax(-1)
+    is_finite = np.isfinite(rows[np.arange(len(rows)), chosen])
+    ids = np.where(is_finite, chosen, NOT_FINITE).reshape(logits.shape[:-1]).tolist()
     return ids
+
+
+def are_finite(logits: Floats, tokens: Sequence[int]) -> bool:
+    """Whether each token has a finite logit in its row. logits [at least len(tokens), vocab]."""
+    return all(math.isfinite(logits[row, token]) for row, token in enumerate(tokens))
 
 
 def weights(logits: Floats, sampling: Sampling) -> Floats:
@@ -203,12 +220,16 @@ class ExponentialRace:
 
     def winner(self, weight: Floats, position: int) -> int:
         """Choose a token. weight: [vocab]; position: its index, counted from the start of the
-        prompt.
+        prompt. Raises ValueError for weights that are not numbers.
         """
         row = self._rows.get(position)
         if row is None:
             row = self._rows[position] = self._noise(position)
-        return int((weight * row).argmax())
+        arrivals = weight * row
+        token = int(arrivals.argmax())
+        if math.isnan(arrivals[token]):
+            raise ValueError("the weights of the tokens are not finite")
+        return token
 
     def gumbel(self, position: int) -> Floats:
         """The same noise [vocab] as Gumbel noise: the largest log(weight) + gumbel wins."""

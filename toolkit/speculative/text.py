@@ -65,8 +65,12 @@ class TextCodec:
     def encode(self, prompt: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt. special_tokens: include what the tokenizer puts before a prompt (BOS
         or nothing).
+
+        A batch of one, because it gives up Python's lock while it encodes. A single prompt does
+        not: it would stop every other thread of the process, for half a second per megabyte.
         """
-        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
+        (encoding,) = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -237,7 +241,9 @@ class TextStream:
 
 def _overlap(text: str, word: str) -> int:
     """Length of the longest ending of `text` that is a beginning of `word`."""
-    for length in range(min(len(text), len(word) - 1), 0, -1):
-        if text.endswith(word[:length]):
-            return length
+    start = text.find(word[0], max(0, len(text) - len(word) + 1))
+    while start >= 0:
+        if word.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(word[0], start + 1)
     return 0

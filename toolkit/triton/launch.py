@@ -19,10 +19,12 @@ import sys
 from pathlib import Path
 from typing import IO, NoReturn
 
+from toolkit.config.hosts import OPEN_LISTENER
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.process import supervise
 from toolkit.process.server import LOCK_EXCEPTION, supervised
 from toolkit.process.workspace import Workspace
+from toolkit.triton.access import open_listeners
 from toolkit.triton.process.server import STARTED_AGAIN, dispensable_models, launch_command
 
 __all__ = ["main"]
@@ -61,9 +63,11 @@ def _serve(repository: Path, arguments: list[str]) -> tuple[int, bool]:
     workspace = Workspace.create()
     try:
         command, environment = launch_command(repository, workspace)
+        command += arguments
+        _warn_of_listeners(command)
         server = subprocess.Popen(
             supervised(
-                [*command, *arguments],
+                command,
                 workspace.path,
                 dispensable_models(repository),
                 parent=os.getpid(),
@@ -88,6 +92,14 @@ def _serve(repository: Path, arguments: list[str]) -> tuple[int, bool]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return server.wait(), met_lock_exception
+
+
+def _warn_of_listeners(command: list[str]) -> None:
+    for listener in open_listeners(command):
+        warning = OPEN_LISTENER.format(address="this address")
+        print(
+            f"warning: {listener}: {warning}; put a proxy or a firewall before it", file=sys.stderr
+        )
 
 
 def _copy(log: IO[bytes]) -> bool:

@@ -117,7 +117,7 @@ def test_the_check_detects_what_kubernetes_would_refuse() -> None:
     manifests[0]["spec"]["template"]["spec"]["containers"][0]["image_pull_policy"] = "Always"
     with pytest.raises(kubernetes_validate.ValidationError, match="image_pull_policy"):
         check_manifests(manifests)
-    [workers, _] = leader_worker_set(deployment(layout="llmapi", world_size=16))
+    [workers, *_] = leader_worker_set(deployment(layout="llmapi", world_size=16))
     workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0][
         "livenesProbe"
     ] = {}
@@ -316,11 +316,67 @@ def test_docker_run_mounts_the_folder_the_script_lies_in(tmp_path: Path) -> None
     assert done.stdout.splitlines() == docker_run(deployment(world_size=2), str(folder))[1:]
 
 
+@pytest.mark.parametrize("layout", ["bls", "llmapi"])
+@pytest.mark.parametrize("world_size", [1, 16])
+def test_every_server_asks_for_the_operators_key(
+    tmp_path: Path, layout: str, world_size: int
+) -> None:
+    """The programs that the script starts print their arguments."""
+    script = launch_script(deployment(layout=layout, world_size=world_size))
+    script = script.replace(deploy.SERVER_PROGRAM, "tritonserver").replace("/tmp/", f"{tmp_path}/")
+    for program in ("mpirun", "tritonserver", "ssh"):
+        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        (tmp_path / program).chmod(0o755)
+
+    def arguments(**key: str) -> list[str]:
+        environment = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "LWS_LEADER_ADDRESS": "pod.domain",
+            **key,
+        }
+        command = ["sh", "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    apis = "shared-memory,model-repository,statistics,trace,logging:toolkit-admin-key="
+    stated = arguments(TOOLKIT_ADMIN_KEY="0123456789abcdef")
+    servers = max(1, stated.count("tritonserver"))
+    for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
+        assert stated.count(f"{option}={apis}0123456789abcdef") == servers
+    restricted = [word for word in arguments() if word.startswith("--http-restricted-api")]
+    other = [word for word in arguments() if word.startswith("--http-restricted-api")]
+    assert re.fullmatch(rf"--http-restricted-api={apis}[0-9a-f]{{32}}", restricted[0])
+    assert restricted[0] != other[0]
+
+
+@pytest.mark.parametrize("layout", ["bls", "llmapi"])
+def test_slurm_starts_servers_that_ask_for_the_key(layout: str) -> None:
+    script = slurm_script(deployment(layout=layout, world_size=16))
+    tasks = re.findall(r"^\d+ /.*$", script, re.MULTILINE) or re.findall(r"^srun .*$", script, re.M)
+    assert tasks
+    assert all("--http-restricted-api=$restricted" in task for task in tasks)
+
+
+def test_pods_may_do_little_and_are_reached_by_their_namespace_alone() -> None:
+    for manifests in (kubernetes(deployment()), leader_worker_set(deployment(world_size=16))):
+        (policy,) = (item for item in manifests if item["kind"] == "NetworkPolicy")
+        ports = [entry["port"] for entry in policy["spec"]["ingress"][0]["ports"]]
+        assert ports == [8000, 8001, 8002]
+        for template in pods(manifests):
+            assert template["spec"]["automountServiceAccountToken"] is False
+            (container,) = template["spec"]["containers"]
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (first, *_) = pods(manifests)
+        (variable,) = first["spec"]["containers"][0]["env"]
+        assert variable["valueFrom"]["secretKeyRef"]["optional"] is True
+
+
 @pytest.mark.parametrize("version", ["1.2.1", "1.4rc"])
 def test_an_image_of_the_yaml_serves_instead(version: str) -> None:
     image = "registry.example:5000/triton@sha256:0123"
     own = deployment(version=version, layout="llmapi", container_image=image)
-    manifest, _ = kubernetes(own)
+    manifest, *_ = kubernetes(own)
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
     assert container["image"] == image
     assert image in docker_run(own, "/models") and image in launch_script(own)

@@ -482,23 +482,35 @@ def test_times_of_tokens_are_those_of_streams_only(streaming: bool) -> None:
     assert (stats.output_tokens, stats.verify_steps, stats.accepted) == (4, 1, 2)
 
 
-def test_a_stop_request_ends_every_request_with_its_id(narrow: TritonServer) -> None:
+@pytest.mark.parametrize(
+    ("other", "answer", "ended"),
+    [
+        ("another", "cancelled by the client", 1),
+        ("mine", "2 running requests have the id 'mine', so none is cancelled", 0),
+    ],
+)
+def test_a_stop_request_ends_the_one_request_with_its_id(
+    narrow: TritonServer, other: str, answer: str, ended: int
+) -> None:
     cancelled = counted(narrow, 'toolkit_requests{model="tensorrt_llm",outcome="cancelled"}')
     before = cancelled()
     body = {"text_input": "x", "stop": True, "id": "mine"}
     url = f"http://{narrow.http_url}/v2/models/tensorrt_llm/generate"
     with Client(narrow.grpc_url, timeout_s=30) as client, ThreadPoolExecutor(2) as pool:
         running = [
-            pool.submit(client.generate, "x", max_tokens=10, request_id="mine") for _ in range(2)
+            pool.submit(client.generate, "x", max_tokens=10, request_id=request_id)
+            for request_id in ("mine", other)
         ]
         wait_for(counted(narrow, "toolkit_active_requests"), 2)
         with pytest.raises(urllib.error.HTTPError) as stopped:
             urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30)
-        assert json.loads(stopped.value.read())["error"] == "cancelled by the client"
-        for future in running:
+        assert answer in json.loads(stopped.value.read())["error"]
+        for future in running[:ended]:
             with pytest.raises(RequestRefused, match="cancelled by the client"):
                 future.result()
-    wait_for(cancelled, before + 2)
+        for future in running[ended:]:
+            assert future.result().token_ids
+    wait_for(cancelled, before + ended)
 
 
 def test_the_packaged_check_compares_a_run_and_a_plain_restart(

@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tritonclient import grpc as grpcclient
+from tritonclient import http as httpclient
+from tritonclient.utils import InferenceServerException
 
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
@@ -289,6 +292,43 @@ def test_a_model_whose_process_dies_stops_the_server(
     assert not list(own_tmp.iterdir())
 
 
+def test_what_only_an_operator_needs_asks_for_a_key(
+    repository: Callable[[str], Path], own_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over both protocols. Inference, metadata, configuration and health stay open."""
+    key = "0123456789abcdef-operator"
+    monkeypatch.setenv("TOOLKIT_ADMIN_KEY", key)
+    calls: list[Callable[..., object]] = []
+    with TritonServer(repository(GOOD_MODEL)) as server:
+        with (
+            grpcclient.InferenceServerClient(server.grpc_url) as grpc,
+            httpclient.InferenceServerClient(server.http_url) as http,
+        ):
+            for client, name in (
+                (grpc, "triton-grpc-protocol-toolkit-admin-key"),
+                (http, "toolkit-admin-key"),
+            ):
+                assert client.is_server_ready()
+                assert client.get_model_metadata("tiny")
+                assert client.get_model_config("tiny")
+                calls = [
+                    client.get_model_repository_index,
+                    client.get_inference_statistics,
+                    client.get_system_shared_memory_status,
+                    client.get_trace_settings,
+                    client.get_log_settings,
+                ]
+                for call in calls:
+                    with pytest.raises(InferenceServerException, match="restricted"):
+                        call()
+                    with pytest.raises(InferenceServerException, match="restricted"):
+                        call(headers={name: key[:-1]})
+                    call(headers={name: key})
+        environment = Path(f"/proc/{server.pid}/environ").read_bytes()
+        assert key not in server.log_path.read_text()
+        assert key.encode() not in environment
+
+
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_killed_parent(
     repository: Callable[[str], Path], own_tmp: Path, killer: signal.Signals
@@ -332,10 +372,66 @@ def test_leftovers_of_a_killed_server_are_swept_and_those_in_use_are_not(own_tmp
     assert not theirs.exists()
 
 
-def test_a_workspace_that_vanishes_while_others_are_swept_is_no_fault(own_tmp: Path) -> None:
-    """Its server ended after the sweep had listed the folder. A broken link behaves the same."""
-    (own_tmp / "toolkit-serve-gone").symlink_to(own_tmp / "nowhere")
+@pytest.mark.parametrize(
+    "name", ["toolkit-serve-", "toolkit-serve-1", "toolkit-serve-*", "toolkit-serve-notes_of_mine"]
+)
+def test_a_folder_with_a_similar_name_costs_no_running_server_its_memory(
+    own_tmp: Path, name: str
+) -> None:
+    live = Workspace.create()
+    stale = own_tmp / name
+    stale.mkdir()
+    os.utime(stale, (0, 0))
+    region = Path("/dev/shm") / f"{live.path.name}-region"
+    try:
+        region.write_bytes(b"x")
+        sweep(own_tmp)
+        assert region.exists()
+        assert stale.exists()
+    finally:
+        live.close()
+        sweep(own_tmp)
+
+
+def test_a_stale_workspace_does_not_take_the_memory_of_one_whose_name_it_begins(
+    own_tmp: Path,
+) -> None:
+    stale = Workspace.create()
+    region = Path("/dev/shm") / f"{stale.path.name}0-region"
+    try:
+        region.write_bytes(b"x")
+        stale.close()
+        sweep(own_tmp)
+        assert not stale.path.exists()
+        assert region.exists()
+    finally:
+        region.unlink()
+
+
+def test_folders_of_others_and_links_are_not_swept(
+    own_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = Workspace.create()
+    workspace.close()
+    link = own_tmp / "toolkit-serve-00000000"
+    link.symlink_to(workspace.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: workspace.path.stat().st_uid + 1)
+        sweep(own_tmp)
+        assert workspace.path.exists()
     sweep(own_tmp)
+    assert not workspace.path.exists()
+    assert link.is_symlink()
+
+
+def test_a_workspace_that_vanishes_while_others_are_swept_is_no_fault(own_tmp: Path) -> None:
+    """Its server ended after the sweep had listed the folder."""
+
+    class Listed(type(own_tmp)):  # type: ignore[misc]
+        def glob(self, pattern: str) -> list[Path]:  # type: ignore[override]
+            return [own_tmp / "toolkit-serve-gone0000"]
+
+    sweep(Listed(own_tmp))
 
 
 def test_server_on_path_comes_first_and_brings_its_own_backends(

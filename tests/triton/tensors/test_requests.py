@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, Sampling, TokenEvent
-from toolkit.triton.tensors.requests import Answer, Limits, Request, parse
+from toolkit.triton.tensors.requests import Answer, Limits, Request, check_is_only, parse
 
 LIMITS = Limits(decoupled=True, max_draft_len=4)
 STATS = RequestStats(
@@ -107,6 +107,8 @@ def test_absent_temperature_means_greedy_unless_a_filter_is_given(
         ),
         ({"sampling_param_stop": [b"ok", b"\xc3"]}, "sampling_param_stop is not valid UTF-8"),
         ({"sampling_param_stop": [b""]}, "empty stop word"),
+        ({"sampling_param_stop": [b"a"] * 65}, "holds 65 words; 64 are served at most"),
+        ({"sampling_param_stop": [b"a" * 257]}, "a word of 257 bytes; a word has 256 at most"),
         (
             {"sampling_param_max_tokens": 0},
             "sampling_param_max_tokens is 0; it has to be at least 1",
@@ -162,6 +164,28 @@ def test_parameters_of_triton_itself_are_accepted() -> None:
         ).prompt
         == "x"
     )
+
+
+def test_a_prompt_is_refused_by_its_bytes_before_it_is_read() -> None:
+    """The bytes are not even valid UTF-8, which would be found by reading them."""
+    limits = dataclasses.replace(LIMITS, max_input_len=4)
+    assert parsed(limits, text_input=b"x" * 64).prompt == "x" * 64
+    with pytest.raises(RequestError, match=r"text_input has 65 bytes.* up to 64: 16 for each"):
+        parsed(limits, text_input=b"\xff" * 65)
+
+
+def test_a_request_may_not_outlast_the_deployment() -> None:
+    limits = dataclasses.replace(LIMITS, max_timeout_ms=1000)
+    assert parsed(limits, timeout_ms=1000).timeout_ms == 1000
+    with pytest.raises(RequestError, match=r"timeout_ms is 1001; .* after 1000 ms"):
+        parsed(limits, timeout_ms=1001)
+
+
+def test_a_stop_cancels_no_request_of_several_with_its_id() -> None:
+    check_is_only(0, "1")
+    check_is_only(1, "1")
+    with pytest.raises(RequestError, match="2 running requests have the id '1', so none"):
+        check_is_only(2, "1")
 
 
 def test_a_stop_is_read_before_its_empty_prompt() -> None:

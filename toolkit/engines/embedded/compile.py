@@ -9,8 +9,13 @@ the size of the weights.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
+import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -38,7 +43,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoints.shape import ModelShape
     from toolkit.interfaces import EngineSpec, Progress
 
-__all__ = ["Decoder", "capacity_of", "compile_package", "prepare"]
+__all__ = ["Decoder", "capacity_of", "compile_package", "prepare", "private_cache"]
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -84,7 +89,7 @@ def compile_package(
         torch.arange(2),
     )
     try:
-        with _quiet(), torch.no_grad():
+        with _quiet(), private_cache(), torch.no_grad():
             exported = torch.export.export(
                 module,
                 example,
@@ -189,6 +194,32 @@ def _rebuilt(node: Any, name: str, tensors: dict[str, Any]) -> Any:
             },
         )
     return node
+
+
+@contextlib.contextmanager
+def private_cache() -> Iterator[None]:
+    """Give inductor a cache that nobody else can write to. By default it loads code from a folder
+    of the shared temporary directory whose name everybody knows. What it would save from one build
+    to the next is little, since an engine is reused by its content.
+    """
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(variable)
+    os.environ[variable] = str(_cache_folder())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    """One for the process: inductor remembers files in it from one compilation to the next."""
+    folder = Path(tempfile.mkdtemp(prefix="toolkit-inductor-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextlib.contextmanager

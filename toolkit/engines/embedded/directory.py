@@ -135,13 +135,14 @@ def open_directory(path: Path) -> EngineDirectory:
                 where=path / name,
                 hint="run `toolkit build` again",
             )
-    if WEIGHTS not in section["files"]:
-        raise StageError(
-            "load",
-            f"{WEIGHTS} is not in its list of files",
-            where=path / CONFIG,
-            hint="run `toolkit build` again",
-        )
+    for name in (WEIGHTS, *((PACKAGE, KERNELS) if section["mode"] == "compiled" else ())):
+        if name not in section["files"]:
+            raise StageError(
+                "load",
+                f"{name} is not in its list of files, so it has no digest",
+                where=path / CONFIG,
+                hint="run `toolkit build` again",
+            )
     build = config["build_config"]
     return EngineDirectory(
         path=path,

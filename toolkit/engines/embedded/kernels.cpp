@@ -120,8 +120,18 @@ inline Floats widen(const int8_t* w) { return __builtin_convertvector(signed_byt
 inline Floats widen(const Bf16* w) { return (Floats)(halves(w) << 16); }
 
 // The exponent bias of E4M3 is 7, that of float is 127: move the sign and the seven other bits into
-// their places, and multiply by 2^120. This is correct for subnormals, too.
+// their places, and multiply by 2^120. This is correct for subnormals, too. Weights hold no NaN.
 inline Floats widen(const Fp8* w) { return (Floats)((signed_bytes(w) << 20) & int32_t(0x87f00000)) * 0x1p120f; }
+
+// A code in a cache, which may be NaN (0x7f or 0xff): a fault has to reach the logits, not to become
+// a number.
+struct CachedFp8 { uint8_t bits; };
+constexpr int32_t kFp8Nan = 0x7f;
+
+inline Floats widen(const CachedFp8* codes) {
+  Floats value = widen(reinterpret_cast<const Fp8*>(codes));
+  return (signed_bytes(codes) & kFp8Nan) == kFp8Nan ? splat(std::numeric_limits<float>::quiet_NaN()) : value;
+}
 
 // Round to the nearest E4M3 number, half to even and saturating, as torch's clamp and cast do. From
 // 2^-6 on, a code keeps the three bits after the leading one, and the twenty lower bits are
@@ -132,16 +142,18 @@ inline Floats rounded_to_fp8(Floats x) {
   Ints bits = (Ints)x;
   Floats normal = (Floats)((bits + 0x7ffff + ((bits >> 20) & 1)) & ~0xfffff);
   Floats small = (x + 0x1.8p14f) - 0x1.8p14f;
-  return (bits & 0x7fffffff) < 0x3c800000 ? small : normal;
+  Floats rounded = (bits & 0x7fffffff) < 0x3c800000 ? small : normal;
+  return x == x ? rounded : x;
 }
 
 // Write sixteen numbers into a cache: unchanged, or as the codes of x / scale.
 inline void keep(float* to, Floats x, float) { store(to, x); }
-inline void keep(Fp8* to, Floats x, float scale) {
+inline void keep(CachedFp8* to, Floats x, float scale) {
   Floats value = rounded_to_fp8(x / scale);
   Ints magnitude = (Ints)value & 0x7fffffff, sign = ((Ints)value >> 24) & 0x80;
   Ints small = __builtin_convertvector((Floats)magnitude * 512.0f, Ints);
-  Ints code = sign | (magnitude < 0x3c800000 ? small : (magnitude >> 20) - (120 << 3));
+  Ints number = magnitude < 0x3c800000 ? small : (magnitude >> 20) - (120 << 3);
+  Ints code = sign | (value == value ? number : Ints{} + kFp8Nan);
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint8_t>(code[i]);
 }
 
@@ -358,19 +370,24 @@ inline void store_codes(uint8_t* to, Floats v, int64_t n) {
   for (int i = 0; i < std::min(n, kLanes); ++i) to[i] = static_cast<uint8_t>(code[i]);
 }
 
-// Codes are round(x * pre_scale / input_scale) in [-128, 127].
+// Codes are round(x * pre_scale / input_scale) in [-128, 127]. No code stands for NaN, so a token
+// with a NaN in it gets NaN as all of its results.
 void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
   int64_t blocks = linear.weight.size(0), quads = linear.weight.size(1), padded = quads * 4;
   TORCH_CHECK(padded >= k && padded < k + 4, "linear: weight does not fit the input");
   const float *pre = data_or_null(linear.pre_scale), inverse = 1.0f / finish.factor;
-  Scratch<uint8_t> codes(m * padded);
+  Scratch<uint8_t> codes(m * padded), has_nan(m);
   parallel(m, k, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
+      Ints nan = {};
       for (int64_t i = 0; i < k; i += kLanes) {
         Floats v = load(x + t * k + i, k - i);
         if (pre) v *= load(pre + i, k - i);
+        nan |= v != v;
         store_codes(codes + t * padded + i, v * inverse, padded - i);
       }
+      has_nan[t] = 0;
+      for (int i = 0; i < kLanes; ++i) has_nan[t] |= nan[i] != 0;
     }
   });
   const int8_t* w = linear.weight.const_data_ptr<int8_t>();
@@ -387,6 +404,8 @@ void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, c
       }
     }
   });
+  for (int64_t t = 0; t < m; ++t)
+    if (has_nan[t]) std::fill_n(finish.out + t * finish.rows, finish.rows, std::numeric_limits<float>::quiet_NaN());
 }
 
 // out [m, rows] = linear(x [m, k]) + onto.
@@ -627,7 +646,7 @@ void attention_heads(const float* qkv, int64_t batch, int64_t n, const Cache& ca
   const int64_t *slot = cache.slots.const_data_ptr<int64_t>(), *length = cache.lengths.const_data_ptr<int64_t>();
   const float *q_norm = data_or_null(cache.q_norm), *k_norm = data_or_null(cache.k_norm);
   const float *c = cache.cos.const_data_ptr<float>(), *s = cache.sin.const_data_ptr<float>();
-  constexpr bool kFp8 = std::is_same_v<C, Fp8>;
+  constexpr bool kFp8 = std::is_same_v<C, CachedFp8>;
   float k_scale = kFp8 ? *cache.k_scale->const_data_ptr<float>() : 1.0f, v_scale = kFp8 ? *cache.v_scale->const_data_ptr<float>() : 1.0f;
   C *key_cache = static_cast<C*>(cache.keys.mutable_data_ptr()), *value_cache = static_cast<C*>(cache.values.mutable_data_ptr());
   int64_t longest = *std::max_element(length, length + batch) + n;
@@ -679,7 +698,7 @@ void attention_heads(const float* qkv, int64_t batch, int64_t n, const Cache& ca
 
 void attention_floats(const float* qkv, int64_t batch, int64_t n, const Cache& cache, float* out) {
   TORCH_CHECK(cache.keys.is_contiguous() && cache.values.is_contiguous(), "attention: contiguous caches");
-  cache.keys.scalar_type() == at::kFloat ? attention_heads<float>(qkv, batch, n, cache, out) : attention_heads<Fp8>(qkv, batch, n, cache, out);
+  cache.keys.scalar_type() == at::kFloat ? attention_heads<float>(qkv, batch, n, cache, out) : attention_heads<CachedFp8>(qkv, batch, n, cache, out);
 }
 
 // qkv [batch, n, (heads + 2 kv_heads) dim] float32; keys [slots, kv_heads, dim, capacity] and

@@ -264,11 +264,13 @@ class TorchOps(Ops):
         reach = int(lengths.max()) + n
         k = _read(keys, slots, reach, how.k_scale, qkv.dtype)  # [b, kv_heads, reach, d]
         v = _read(values, slots, reach, how.v_scale, qkv.dtype)
+        positions = torch.arange(reach, device=qkv.device)
+        # Behind a sequence lies what was there before. Its weight is 0, but 0 times NaN is NaN.
+        v = v.masked_fill((positions >= lengths[:, None] + n)[:, None, :, None], 0.0)
         group = how.heads // how.kv_heads
         q = q.view(batch, n, how.kv_heads, group, how.head_dim)
         q = q.permute(0, 2, 3, 1, 4)  # [b, kv_heads, group, n, d]
         scores = (q @ k[:, :, None].transpose(-1, -2)) * how.head_dim**-0.5
-        positions = torch.arange(reach, device=qkv.device)
         visible = positions <= place[..., None]  # [b, n, reach]
         if how.window is not None:
             visible &= positions > place[..., None] - how.window

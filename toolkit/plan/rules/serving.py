@@ -5,7 +5,8 @@ Those of the kind vllm are in `vllm.py`.
 
 from __future__ import annotations
 
-from toolkit.plan.rules.findings import Check, Findings, refuse
+from toolkit.config.hosts import OPEN_LISTENER, is_loopback
+from toolkit.plan.rules.findings import Check, Findings, RuleFinding, refuse
 from toolkit.plan.subject import Subject
 
 __all__ = ["CHECKS"]
@@ -49,7 +50,19 @@ def _on_draft_failure(subject: Subject) -> Findings:
     )
 
 
+def _host(subject: Subject) -> Findings:
+    host = subject.config.triton.host
+    if not is_loopback(host):
+        yield RuleFinding(
+            "warning",
+            "triton.host",
+            OPEN_LISTENER.format(address=host),
+            "put a proxy or a firewall before it, or remove this line to listen on loopback",
+        )
+
+
 CHECKS: dict[str, Check] = {
+    "toolkit-open-listener": _host,
     "toolkit-model-py": _model_py,
     "toolkit-draft-failure": _on_draft_failure,
 }

@@ -29,6 +29,7 @@ from typing import Any
 
 from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
 from toolkit.templates import render_template
+from toolkit.triton.access import KEY_VARIABLE, RESTRICTED
 from toolkit.triton.package.layout_trtllm import PLAIN_YAML, REPOSITORY
 from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, MODEL
 from toolkit.words import Layout, ModelPy
@@ -255,7 +256,7 @@ def docker_run(deployment: Deployment, repository: str) -> list[str]:
 def _docker_options(deployment: Deployment) -> list[str]:
     return [
         *["--rm", f"--gpus={deployment.gpus}", f"--shm-size={_shm_bytes(deployment)}"],
-        *["--ulimit=memlock=-1", "--ulimit=stack=67108864"],
+        *["--ulimit=memlock=-1", "--ulimit=stack=67108864", f"--env={KEY_VARIABLE}"],
         *(f"--publish=127.0.0.1:{port}:{port}" for port in PORTS.values()),
     ]
 
@@ -340,6 +341,8 @@ def _render(template: str, deployment: Deployment, **values: Any) -> str:
         deployment=deployment,
         image=deployment.image,
         repository=REPOSITORY,
+        restricted=RESTRICTED,
+        key_variable=KEY_VARIABLE,
         **values,
     )
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from toolkit.facts.vllm import SERVING_TAGS, VLLM_VERSIONS
 from toolkit.templates import render_template
+from toolkit.triton.access import KEY_VARIABLE, RESTRICTED
 from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy import (
     PORTS,
@@ -180,7 +181,7 @@ def _files(deployment: VllmDeployment) -> dict[str, str]:
             "docker-run.sh.j2",
             deployment,
             image=image,
-            options=_docker_options(deployment, *PORTS.values()),
+            options=[*_docker_options(deployment, *PORTS.values()), f"--env={KEY_VARIABLE}"],
             command=[f"{REPOSITORY}/launch.sh"],
         )
         files["compose.yaml"] = _render("compose.yaml.j2", deployment, image=image)
@@ -230,6 +231,8 @@ def _render(template: str, deployment: VllmDeployment, **values: Any) -> str:
             "ports": PORTS,
             "http_port": HTTP_PORT,
             "server_command": _triton_command(),
+            "restricted": RESTRICTED,
+            "key_variable": KEY_VARIABLE,
             "shm_bytes": deployment.shm_bytes,
             "startup_period_s": STARTUP_PERIOD_S,
             "startup_attempts": STARTUP_ATTEMPTS,

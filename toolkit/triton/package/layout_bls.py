@@ -136,7 +136,10 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             contract.PREPROCESSING,
             PREPROCESSING,
             {"tokenizer_dir": TOKENIZER_FOLDER, "add_special_tokens": "true"},
-            {"end_ids": ",".join(map(str, bls.end_ids))},
+            {
+                "end_ids": ",".join(map(str, bls.end_ids)),
+                "max_input_len": bls.settings["max_input_len"],
+            },
             types=types,
         ),
         contract.POSTPROCESSING: _config(

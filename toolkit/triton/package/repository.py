@@ -110,7 +110,9 @@ def bls_of(
         "exclude_input_in_output": "false",
         "tokenizer_dir": "engine",
     }
-    our_parameters = {} if threads is None else {"threads": str(threads)}
+    our_parameters = {"request_timeout_s": str(triton.request_timeout_s)}
+    if threads is not None:
+        our_parameters["threads"] = str(threads)
     engine = layout_bls.EngineModel("python", parameters, our_parameters)
     max_draft_len = 0 if draft is None else speculation.longest_draft
     return layout_bls.Bls(

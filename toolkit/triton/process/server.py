@@ -35,6 +35,7 @@ from toolkit.process.server import (
     reserve_ports,
 )
 from toolkit.process.workspace import Workspace
+from toolkit.triton.access import KEY_VARIABLE, admin_key, restrictions
 from toolkit.triton.package import model_config
 from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, PACKAGE_VERSION
 
@@ -115,14 +116,16 @@ def launch_command(
     leave Triton's defaults.
 
     Raises BackendUnavailable if there is no tritonserver or no libpython for its Python backend,
-    and ServerError for a repository of another package version.
+    ServerError for a repository of another package version, and UsageError for a bad admin key.
     """
     config = config or TritonConfig()
     _check_package_version(repository)
     install = find_server()
     command = [str(install.binary), *server_arguments(repository, config)]
     command.append(f"--backend-config=python,shm-region-prefix-name={workspace.path.name}-")
+    command += restrictions(admin_key(os.environ))
     environment = {**THREAD_POLICY, **os.environ}
+    environment.pop(KEY_VARIABLE, None)  # the models of the server have no use for it
     # The stub finds its packages through the first `python3` on PATH, which is also how it
     # recognises a virtual environment.
     environment["PATH"] = os.pathsep.join(

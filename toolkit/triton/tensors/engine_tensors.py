@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from toolkit.errors import RequestError
 from toolkit.interfaces import MAX_PENALTY, Sampling
 from toolkit.triton.tensors.engine_sampling import read_sampling
+from toolkit.triton.tensors.size_limits import check_stop_ids
 from toolkit.triton.tensors.word_lists import unpack
 from toolkit.words import FinishReason
 
@@ -111,6 +112,8 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
         logits = logits.reshape(-1, logits.shape[-1])
     end_id = int(_single_value(arrays, "end_id", -1))
     end_ids = () if end_id < 0 else (end_id,)
+    if "stop_words_list" in arrays:
+        check_stop_ids(arrays["stop_words_list"].size // 2, "stop_words_list")
     try:
         stop_words = unpack(_rows(arrays["stop_words_list"])) if "stop_words_list" in arrays else ()
     except ValueError as error:

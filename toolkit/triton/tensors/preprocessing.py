@@ -15,6 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
+from toolkit.triton.tensors.size_limits import (
+    MAX_BIASED_WORDS,
+    MAX_STOP_WORDS,
+    check_prompt_bytes,
+    check_stop_ids,
+    check_words,
+)
 from toolkit.triton.tensors.word_lists import pack
 
 __all__ = ["Encoder", "Preprocessor"]
@@ -30,6 +37,7 @@ SAME_LENGTH = (
     "OUT_END_ID",
     "OUT_PAD_ID",
 )
+NO_WORDS: Array = np.zeros(0, dtype=np.object_)
 MULTIMODAL = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "DECODER_QUERY")
 
 
@@ -41,20 +49,26 @@ class Encoder(Protocol):
 
 class Preprocessor:
     """end_ids: the ids that end a text; the first is the engine's end_id. add_special_tokens:
-    whether BOS is put before prompts.
+    whether BOS is put before prompts. max_input_len: of a prompt, in tokens; None: unknown.
     """
 
     def __init__(
-        self, encoder: Encoder, *, end_ids: Sequence[int], add_special_tokens: bool = True
+        self,
+        encoder: Encoder,
+        *,
+        end_ids: Sequence[int],
+        add_special_tokens: bool = True,
+        max_input_len: int | None = None,
     ) -> None:
         self._encoder = encoder
         self._end_ids = tuple(end_ids)
         self._add_special_tokens = add_special_tokens
+        self._max_input_len = max_input_len
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The output arrays for one request, with a row for every row of QUERY [batch, 1]. Shorter
         prompts are padded on the right, as in TensorRT-LLM. Raises RequestError for several prompts
-        in a row, text that is not UTF-8, or inputs that are not served.
+        in a row, text that is not UTF-8 or too long, or inputs that are not served.
         """
         for name in MULTIMODAL:
             if name in arrays:
@@ -80,6 +94,7 @@ class Preprocessor:
 
     def _row(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs for one prompt, without the batch dimension. arrays: its own inputs, flat."""
+        check_prompt_bytes(arrays["QUERY"][0], self._max_input_len, "QUERY")
         (prompt,) = self._texts(arrays, "QUERY")
         ids = self._encoder.encode(prompt, special_tokens=self._add_special_tokens)
         if not ids:
@@ -88,21 +103,24 @@ class Preprocessor:
         if "END_ID" in arrays:
             end = int(arrays["END_ID"][0])
         pad = int(arrays["PAD_ID"][0]) if "PAD_ID" in arrays else end
+        stop_words = self._words(arrays, "STOP_WORDS_DICT", MAX_STOP_WORDS)
+        check_stop_ids(sum(map(len, stop_words)), "STOP_WORDS_DICT")
         return {
             "INPUT_ID": _ints(ids),
             "REQUEST_INPUT_LEN": _ints([len(ids)]),
             "DECODER_INPUT_ID": _ints([pad]),
             "REQUEST_DECODER_INPUT_LEN": _ints([1]),
-            "BAD_WORDS_IDS": _ints(pack(self._words(arrays, "BAD_WORDS_DICT"))),
-            "STOP_WORDS_IDS": _ints(pack(self._words(arrays, "STOP_WORDS_DICT"))),
+            "BAD_WORDS_IDS": _ints(pack(self._words(arrays, "BAD_WORDS_DICT", MAX_BIASED_WORDS))),
+            "STOP_WORDS_IDS": _ints(pack(stop_words)),
             "EMBEDDING_BIAS": self._bias(arrays),
             "REQUEST_OUTPUT_LEN": _ints(arrays["REQUEST_OUTPUT_LEN"]),
             "OUT_END_ID": _ints([end]),
             "OUT_PAD_ID": _ints([pad]),
         }
 
-    def _words(self, arrays: Mapping[str, Array], name: str) -> list[list[int]]:
+    def _words(self, arrays: Mapping[str, Array], name: str, max_words: int) -> list[list[int]]:
         """The ids of each word. Clients send an empty word to mean no word."""
+        check_words(arrays.get(name, NO_WORDS).tolist(), name, max_words)
         return [
             self._encoder.encode(word, special_tokens=False)
             for word in self._texts(arrays, name)
@@ -113,7 +131,9 @@ class Preprocessor:
         """[vocab]: for each token, the sum of the weights of the words that contain it. [0] if the
         request has no biased words.
         """
-        words = self._texts(arrays, "EMBEDDING_BIAS_WORDS")
+        name = "EMBEDDING_BIAS_WORDS"
+        check_words(arrays.get(name, NO_WORDS).tolist(), name, MAX_BIASED_WORDS)
+        words = self._texts(arrays, name)
         if not words:
             return np.zeros(0, dtype=np.float32)
         weights = arrays.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0))
@@ -129,7 +149,7 @@ class Preprocessor:
     @staticmethod
     def _texts(arrays: Mapping[str, Array], name: str) -> list[str]:
         texts = []
-        for value in arrays.get(name, np.zeros(0, dtype=np.object_)).reshape(-1).tolist():
+        for value in arrays.get(name, NO_WORDS).reshape(-1).tolist():
             try:
                 texts.append(value if isinstance(value, str) else bytes(value).decode("utf-8"))
             except UnicodeDecodeError as error:

@@ -18,9 +18,10 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import MAX_PENALTY, RequestStats, Sampling, TokenEvent
 from toolkit.triton.tensors.contract import INPUTS
 from toolkit.triton.tensors.engine_sampling import read_sampling
+from toolkit.triton.tensors.size_limits import check_prompt_bytes, check_words
 from toolkit.words import RequestAcceptance
 
-__all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "parse"]
+__all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "check_is_only", "parse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,15 @@ IGNORED_PARAMETERS = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this deployment can serve. max_draft_len 0: there is no draft model."""
+    """What this deployment can serve. max_draft_len 0: there is no draft model. max_input_len: of
+    a prompt, in tokens; None: unknown. max_timeout_ms: the deployment's own deadline; None: it has
+    none.
+    """
 
     decoupled: bool
     max_draft_len: int
+    max_input_len: int | None = None
+    max_timeout_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +153,30 @@ def parse(
             f"{best_of} {values[best_of]} is not supported: one sequence per request"
         )
     return Request(
-        prompt=_prompt(tensors),
+        prompt=_prompt(tensors, limits),
         streaming=streaming,
         sampling=_sampling(values, request_format),
         max_tokens=_positive(values, request_format.tensor_name("max_tokens")),
         stop=_stop_words(tensors, request_format.tensor_name("stop_words")),
         draft_len=_draft_len(values.get("num_draft_tokens"), limits),
         acceptance=_acceptance(values.get("acceptance")),
-        timeout_ms=_positive(values, "timeout_ms"),
+        timeout_ms=_timeout(values, limits),
         include_prompt=(
             not streaming and not values.get(request_format.tensor_name("exclude_input"), False)
         ),
         returns=frozenset(name for name, value in values.items() if "return_" in name and value),
     )
+
+
+def check_is_only(count: int, request_id: str) -> None:
+    """Raises RequestError if a `stop` names `count` running requests, more than one. Clients choose
+    their ids, so the others may be somebody else's.
+    """
+    if count > 1:
+        raise RequestError(
+            f"{count} running requests have the id {request_id!r}, so none is cancelled",
+            hint="Give requests ids that nobody else chooses, such as a UUID.",
+        )
 
 
 def _unknown_input(name: str, request_format: RequestFormat) -> RequestError:
@@ -182,7 +199,7 @@ def _text(value: bytes | str, what: str) -> str:
         ) from error
 
 
-def _prompt(tensors: Mapping[str, list[Any]]) -> str:
+def _prompt(tensors: Mapping[str, list[Any]], limits: Limits) -> str:
     prompts = tensors.get("text_input")
     if prompts is None:
         raise RequestError("text_input is missing")
@@ -191,6 +208,7 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
             f"text_input takes one prompt, and {len(prompts)} were sent",
             hint="Send one request per prompt.",
         )
+    check_prompt_bytes(prompts[0], limits.max_input_len, "text_input")
     prompt = _text(prompts[0], "text_input")
     if not prompt:
         raise RequestError("text_input is empty", hint="Send at least one character.")
@@ -198,6 +216,7 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
 
 
 def _stop_words(tensors: Mapping[str, list[Any]], name: str) -> tuple[str, ...]:
+    check_words(tensors.get(name, []), name)
     words = tuple(_text(value, name) for value in tensors.get(name, []))
     if "" in words:
         raise RequestError(
@@ -246,6 +265,17 @@ def _positive(values: Mapping[str, Any], name: str) -> int | None:
     if int(values[name]) < 1:
         raise RequestError(f"{name} is {values[name]}; it has to be at least 1")
     return int(values[name])
+
+
+def _timeout(values: Mapping[str, Any], limits: Limits) -> int | None:
+    stated, longest = _positive(values, "timeout_ms"), limits.max_timeout_ms
+    if stated is not None and longest is not None and stated > longest:
+        raise RequestError(
+            f"timeout_ms is {stated}; this deployment ends every request after {longest} ms"
+            " (triton.request_timeout_s)",
+            hint="Send a shorter one, or leave it out.",
+        )
+    return stated
 
 
 def _draft_len(value: Any, limits: Limits) -> int | None:

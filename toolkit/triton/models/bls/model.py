@@ -87,8 +87,12 @@ class TritonPythonModel:
             tensor["name"]: pb_utils.triton_string_to_numpy(tensor["data_type"])
             for tensor in config["output"]
         }
+        self._default_timeout_ms = int(1000 * float(parameters["request_timeout_s"]))
         self._limits = Limits(
-            decoupled=self._decoupled, max_draft_len=int(parameters.get("max_draft_len", "0"))
+            decoupled=self._decoupled,
+            max_draft_len=int(parameters.get("max_draft_len", "0")),
+            max_input_len=int(parameters["max_input_len"]),
+            max_timeout_ms=self._default_timeout_ms,
         )
         end_ids = parameters.get("end_ids", "").split(",")
         self._end_ids = tuple(int(end_id) for end_id in end_ids if end_id)
@@ -196,8 +200,7 @@ class TritonPythonModel:
             last_check_ns = now
             return bool(sender.is_cancelled())
 
-        default_timeout_ms = int(1000 * float(own_parameters["request_timeout_s"]))
-        timeout_ms = request.request.timeout_ms or default_timeout_ms
+        timeout_ms = request.request.timeout_ms or self._default_timeout_ms
         engines = EngineModels(own_parameters, request, prepared)
         rounds = Rounds(
             Settings(

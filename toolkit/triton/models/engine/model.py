@@ -2,11 +2,13 @@
 and `tensorrt_llm_draft` of the `bls` layout, for the kind `torch`.
 
 `execute` hands a request to the executor and returns. One thread runs the executor and answers.
+Another ends requests whose time is up or whose clients are gone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -29,6 +31,8 @@ try:
         parse_engine,
         visible_tokens,
     )
+    from toolkit.triton.tensors.requests import check_is_only
+    from toolkit.triton.tensors.size_limits import check_logits
     from toolkit.words import RequestOutcome
 except ImportError as error:
     import sys
@@ -40,12 +44,26 @@ except ImportError as error:
     ) from error
 
 
-@dataclass
+WATCH_INTERVAL_S = 0.1
+# A call of the BLS model takes a quarter of a second at most, and that model itself looks whether
+# its client is gone. Asking takes about 0.1 ms.
+CLIENT_CHECK_AFTER_S = 1.0
+
+
+@dataclass(eq=False)
 class Job:
-    """One running request. ids, log_probs and logits have not been sent yet."""
+    """One running request. `sender` must not be used after the last response, since Triton has
+    freed it by then. ids, log_probs and logits have not been sent yet.
+    """
 
     request: EngineRequest
+    name: str  # the client's id, possibly empty
+    call_id: str
     sender: Any
+    arrival_s: float
+    is_late: bool = False  # its deadline has passed
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    done: bool = False
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
@@ -68,12 +86,20 @@ class TritonPythonModel:
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         self._executor = Executor(engine)
+        self._vocab_size = engine.vocab_size
+        timeout_s = parameters.get("request_timeout_s")
+        self._timeout_s = math.inf if timeout_s is None else float(timeout_s)
         self._call_numbers = iter(range(1 << 62))
-        self._call_ids: dict[str, str] = {}  # the client's id -> ours
+        self._jobs: set[Job] = set()
+        self._jobs_lock = threading.Lock()
         self._stop = threading.Event()
         self._broken: str | None = None
-        self._thread = threading.Thread(target=self._run, name="executor")
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="executor"),
+            threading.Thread(target=self._watch, name="watcher"),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -90,7 +116,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         try:
@@ -101,6 +128,13 @@ class TritonPythonModel:
                 " the traceback"
             )
             pb_utils.Logger.log_error(traceback_of(error))
+            self._fail_all(self._broken)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._jobs_lock:
+            jobs = list(self._jobs)
+        for job in jobs:
+            self._deliver(job, Output(job.call_id, (), "error", reason))
 
     def _accept(self, triton_request: Any, sender: Any) -> None:
         arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in triton_request.inputs()}
@@ -110,15 +144,21 @@ class TritonPythonModel:
                 raise RequestError(
                     "stop came without a request id", hint="Send the id of the request to cancel."
                 )
-            if name in self._call_ids:
-                self._executor.cancel(self._call_ids[name])
+            with self._jobs_lock:
+                jobs = [job for job in self._jobs if job.name == name]
+            check_is_only(len(jobs), name)
+            for job in jobs:
+                self._executor.cancel(job.call_id)
             sender.send(
                 pb_utils.InferenceResponse([]), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             )
             return
-        job, call_id = Job(request, sender), str(next(self._call_numbers))
+        wants_logits = "return_generation_logits" in request.returns
+        if wants_logits:
+            check_logits(request.max_tokens, self._vocab_size)
+        job = Job(request, name, str(next(self._call_numbers)), sender, time.monotonic())
         call = Call(
-            call_id,
+            job.call_id,
             request.ids,
             request.max_tokens,
             drafts=request.drafts,
@@ -128,15 +168,21 @@ class TritonPythonModel:
             stop_sequences=request.stop_words,
             min_tokens=request.min_tokens,
             log_probs="return_log_probs" in request.returns,
-            logits="return_generation_logits" in request.returns,
+            logits=wants_logits,
         )
-        if name:
-            self._call_ids[name] = call_id
+        with self._jobs_lock:
+            self._jobs.add(job)
         try:
-            self._executor.submit(call, lambda output: self._deliver(job, name, output))
+            self._executor.submit(call, lambda output: self._deliver(job, output))
         except BaseException:
-            self._call_ids.pop(name, None)
+            self._forget(job)
             raise
+        if self._broken is not None:  # the executor failed after the check in execute
+            self._fail_all(self._broken)
+
+    def _forget(self, job: Job) -> None:
+        with self._jobs_lock:
+            self._jobs.discard(job)
 
     def _refuse(self, sender: Any, outcome: RequestOutcome, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
@@ -147,7 +193,7 @@ class TritonPythonModel:
 
     # The executor's thread.
 
-    def _deliver(self, job: Job, name: str, output: Output) -> None:
+    def _deliver(self, job: Job, output: Output) -> None:
         if job.output_tokens == 0 and output.ids:
             job.first_token_ns = time.monotonic_ns()
             pairs = zip(output.ids, job.request.drafts, strict=False)
@@ -161,15 +207,45 @@ class TritonPythonModel:
             if job.request.streaming:
                 job.sender.send(self._response(job, {}))
             return
-        if self._call_ids.get(name) == output.call_id:
-            del self._call_ids[name]
-        if output.finish_reason in ("error", "cancelled"):
-            self._refuse(job.sender, output.finish_reason, output.error or "cancelled")
-            return
-        job.sender.send(
-            self._response(job, _figures(job, output)),
-            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-        )
+        self._forget(job)
+        # The lock keeps the watching thread from asking Triton about a freed request.
+        with job.lock:
+            if job.done:
+                return
+            job.done = True
+            if output.finish_reason == "cancelled" and job.is_late:
+                message = (
+                    f"deadline of {self._timeout_s:g} s passed after {job.output_tokens} tokens"
+                )
+                self._refuse(job.sender, "deadline", message)
+            elif output.finish_reason in ("error", "cancelled"):
+                self._refuse(job.sender, output.finish_reason, output.error or "cancelled")
+            else:
+                job.sender.send(
+                    self._response(job, _figures(job, output)),
+                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+                )
+
+    # The watching thread.
+
+    def _watch(self) -> None:
+        while not self._stop.wait(WATCH_INTERVAL_S):
+            try:
+                self._end_overdue()
+            # The watch has to go on, or no request would be ended any more.
+            except Exception as error:
+                pb_utils.Logger.log_error(traceback_of(error))
+
+    def _end_overdue(self) -> None:
+        now, from_s = time.monotonic(), min(CLIENT_CHECK_AFTER_S, self._timeout_s)
+        with self._jobs_lock:
+            jobs = [job for job in self._jobs if now - job.arrival_s > from_s]
+        for job in jobs:
+            job.is_late = now - job.arrival_s > self._timeout_s
+            with job.lock:
+                is_over = job.is_late or (not job.done and job.sender.is_cancelled())
+            if is_over:
+                self._executor.cancel(job.call_id)
 
     def _response(self, job: Job, figures: dict[str, int | float | None]) -> Any:
         arrays = arrays_of(

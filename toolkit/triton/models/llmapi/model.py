@@ -35,7 +35,7 @@ try:
     from toolkit.speculative.runtime import QueueFull
     from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, traceback_of
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
-    from toolkit.triton.tensors.requests import Answer, Limits, Request, parse
+    from toolkit.triton.tensors.requests import Answer, Limits, Request, check_is_only, parse
     from toolkit.words import RequestOutcome
 except ImportError as error:
     import sys
@@ -82,7 +82,10 @@ class TritonPythonModel:
         max_draft_len = 0 if speculative is None else int(speculative["max_draft_len"])
         draft = (speculative or {}).get("speculative_model")
         self._limits = Limits(
-            decoupled=bool(settings["triton_config"]["decoupled"]), max_draft_len=max_draft_len
+            decoupled=bool(settings["triton_config"]["decoupled"]),
+            max_draft_len=max_draft_len,
+            max_input_len=int(settings["max_input_len"]),
+            max_timeout_ms=self._default_timeout_ms,
         )
         try:
             self._runtime = load_runtime(
@@ -195,7 +198,7 @@ class TritonPythonModel:
             self._jobs.pop(job.id, None)
 
     def _cancel(self, name: str) -> str:
-        """Cancel every running request with this id. Returns what the `stop` request is answered.
+        """Cancel the running request with this id. Returns what the `stop` request is answered.
         As in TensorRT-LLM (triton_backend/tools/tests/test_llmapi_cancel.py) that is an error with
         the code CANCELLED, also if the request is over or was never there.
         """
@@ -205,6 +208,7 @@ class TritonPythonModel:
             )
         with self._jobs_lock:
             jobs = [job for job in self._jobs.values() if job.name == name]
+        check_is_only(len(jobs), name)
         for job in jobs:
             self._runtime.cancel(job.id)
         return "cancelled by the client" if jobs else f"no request with id {name!r} is running"

@@ -30,11 +30,13 @@ class TritonPythonModel:
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         end_ids = parameters.get("end_ids", "").split(",")
+        max_input_len = parameters.get("max_input_len")
         add_special_tokens = parameters.get("add_special_tokens", "true").lower()
         self._preprocessor = Preprocessor(
             codec,
             end_ids=tuple(int(end_id) for end_id in end_ids if end_id),
             add_special_tokens=add_special_tokens not in ("false", "0"),
+            max_input_len=None if max_input_len is None else int(max_input_len),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -30,7 +30,7 @@ from toolkit.engines.trtllm.speculative_config import with_speculative_config
 from toolkit.errors import RequestError
 from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, folder_of, traceback_of
 from toolkit.triton.tensors.contract import MODEL
-from toolkit.triton.tensors.requests import Limits, Request, parse
+from toolkit.triton.tensors.requests import Limits, Request, check_is_only, parse
 from toolkit.triton.tensors.trtllm_tensors import (
     REQUEST_FORMAT,
     Responses,
@@ -106,7 +106,14 @@ class TritonPythonModel:
                 f"decoupled is {decoupled} in config.pbtxt and {not decoupled} in {path}; set both"
                 " to the same value"
             )
-        self._limits = Limits(decoupled=decoupled, max_draft_len=0)
+        timeout_s = self._settings.request_timeout_s
+        self._default_timeout_ms = None if timeout_s is None else round(1000 * timeout_s)
+        self._limits = Limits(
+            decoupled=decoupled,
+            max_draft_len=0,
+            max_input_len=settings.get("max_input_len"),
+            max_timeout_ms=self._default_timeout_ms,
+        )
         self._slots = int(settings.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE))
         self._types = {
             name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()
@@ -151,9 +158,7 @@ class TritonPythonModel:
             thread.join()
 
     def _job(self, request: Request, name: str, sender: Any, arrival_ns: int) -> Job:
-        timeout_ms, timeout_s = request.timeout_ms, self._settings.request_timeout_s
-        if timeout_ms is None and timeout_s is not None:
-            timeout_ms = round(1000 * timeout_s)
+        timeout_ms = request.timeout_ms or self._default_timeout_ms
         interval_ns = round(1e6 * self._settings.stream_interval_ms)
         responses = Responses(request, arrival_ns, interval_ns)
         return Job(request, name, sender, arrival_ns, timeout_ms, responses)
@@ -194,16 +199,19 @@ class TritonPythonModel:
         job.task.add_done_callback(_log_failure)
 
     def _cancel(self, asking: Job) -> None:
-        """Cancel every open request with the id of this `stop` request, which is answered with the
+        """Cancel the open request with the id of this `stop` request, which is answered with the
         code CANCELLED, also if the request is over: as TensorRT-LLM's own model does.
         """
-        if not asking.name:
-            error = RequestError(
-                "stop came without a request id", hint="Send the id of the request to cancel."
-            )
+        jobs = [job for job in self._jobs if job.name == asking.name]
+        try:
+            if not asking.name:
+                raise RequestError(
+                    "stop came without a request id", hint="Send the id of the request to cancel."
+                )
+            check_is_only(len(jobs), asking.name)
+        except RequestError as error:
             self._refuse(asking.sender, "refused", str(error))
             return
-        jobs = [job for job in self._jobs if job.name == asking.name]
         for job in jobs:
             job.ended = ("cancelled", "cancelled by the client")
         said = "cancelled by the client"
