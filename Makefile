@@ -9,7 +9,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := toolkit/engines/vllm/requirements.txt
 OPENVINO_VENV := .venv-openvino
 
-.PHONY: quickstart test check format rehearse-all bench browser-check vllm openvino clean
+.PHONY: quickstart test check format rehearse-all bench soak browser-check vllm openvino clean
 
 quickstart: $(STAMP)
 	@echo "Quantizing, compiling, serving and judging the quickstart pair: four to eight minutes the first time, a second after that."
@@ -35,6 +35,11 @@ rehearse-all: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
+
+# Mixed and hostile traffic against the served quickstart pair, whose model is killed in the middle.
+MINUTES ?= 5
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 # Reports in a real headless Chromium (or Chrome), the tests' own and those of build/reports/; screenshots to look at.
 browser-check: $(STAMP)

@@ -10,9 +10,10 @@ the server if this process dies. The children of a killed server become children
 which waits for them.
 
 If a child dies, a model cannot answer any more, but Triton still reports ready while every request
-fails. So this process then stops the server with an exit code for failure: whoever runs the server
-can see that and start it again. The named MODELs are an exception, since the other models can do
-without them.
+fails, and leaves those that the child had taken without an answer. So this process then ends the
+server at once, with an exit code for failure: whoever runs the server can see that and start it
+again, and clients see their connection end. The named MODELs are an exception, since the other
+models can do without them.
 
 Servers leave shared memory behind when they are killed. Triton's has the workspace's name. vLLM's
 has random names of Python's multiprocessing, so it is recognised by the processes that map it, as
@@ -42,6 +43,9 @@ PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 KILLED_S = 5.0  # how long a killed process may take to end
 STUB_CHECK_INTERVAL_S = 1.0
+# For what the other models have just answered. The dead one's requests would be waited for in vain:
+# with the usual grace their clients were told after 17 seconds.
+DEAD_GRACE_S = 0.5
 SHM_CHECK_INTERVAL_S = 5.0  # reading the maps of vLLM's four processes takes some milliseconds
 # Shared memory that vLLM makes: Python's multiprocessing, and its own exchange between CPUs. Other
 # files there, such as a model's weights, belong to the user.
@@ -142,6 +146,7 @@ def main(arguments: list[str]) -> int:
         server.terminate()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGCONT)  # a paused server would not see it
+        grace_s = grace_s if stubs.dead_pid is None else min(grace_s, DEAD_GRACE_S)
         deadline = time.monotonic() + grace_s
         while server.poll() is None and time.monotonic() < deadline:
             signal.sigtimedwait([signal.SIGCHLD], 0.1)

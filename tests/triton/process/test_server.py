@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tritonclient import grpc as grpcclient
 from tritonclient import http as httpclient
@@ -42,6 +44,11 @@ GOOD_MODEL = """
 class TritonPythonModel:
     def execute(self, requests):
         return []
+"""
+SILENT_MODEL = """
+class TritonPythonModel:
+    def execute(self, requests):
+        self.taken = [request.get_response_sender() for request in requests]
 """
 BROKEN_MODEL = "raise RuntimeError('this model is broken on purpose')\n"
 HANGING_MODEL = """
@@ -290,6 +297,25 @@ def test_a_model_whose_process_dies_stops_the_server(
             server.check()
         assert f"a model's Python process ({stub}) died" in failed.value.log_tail
     assert not list(own_tmp.iterdir())
+
+
+def test_clients_of_a_model_whose_process_dies_are_told_soon(
+    repository: Callable[[str], Path], own_tmp: Path
+) -> None:
+    """Triton itself waits for the answers of the dead process: they took 17 seconds to fail."""
+    path = repository(SILENT_MODEL)
+    config = path / "tiny" / "config.pbtxt"
+    config.write_text(config.read_text() + "model_transaction_policy { decoupled: true }\n")
+    told = threading.Event()
+    tensor = grpcclient.InferInput("x", [1], "INT32")
+    tensor.set_data_from_numpy(np.zeros(1, np.int32))
+    with TritonServer(path) as server, grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: told.set())
+        client.async_stream_infer("tiny", [tensor])
+        (stub,) = children(server.pid)
+        assert not told.wait(1)
+        os.kill(stub, signal.SIGKILL)
+        assert told.wait(8)
 
 
 def test_what_only_an_operator_needs_asks_for_a_key(
