@@ -138,6 +138,7 @@ def tiny_bls_server(
         "lost_draft_plain": {"tensorrt_llm_draft_model_name": "nowhere"},
         "accumulating": {"accumulate_tokens": "true", "stream_text": "cumulative"},
         "seeds_by_call": {"seeds": "call"},
+        "adaptive": {"adaptive": '{"probe_every_tokens": 8}', "max_prompt_tokens": "20"},
     }
     for name, parameters in variants.items():
         add_bls_variant(repository.path, f"bls_{name}", parameters)

@@ -262,6 +262,13 @@ def test_a_dead_model_process_is_no_refusal_of_the_request(serve: Callable[..., 
         list(client.stream("x"))
 
 
+def test_a_server_that_is_stopping_does_not_refuse_the_request(serve: Callable[..., Any]) -> None:
+    message = "[request id: 5] Server is stopping, scheduler for model has stopped accepting"
+    client, _ = serve(service_pb2.ModelStreamInferResponse(error_message=message))
+    with pytest.raises(ServerUnavailable, match="stopping"):
+        list(client.stream("x"))
+
+
 def test_closing_a_stream_cancels_it_on_the_server(serve: Callable[..., Any]) -> None:
     client, service = serve(STREAM[0], 0.5, *STREAM[1:])
     chunks = client.stream("x")
@@ -403,6 +410,7 @@ def test_prompts_are_read_from_json_lines_and_text(tmp_path: Path) -> None:
         (b'{"prompt": "a"}\n{"other": 1}\n', "a.jsonl:2: no `prompt` string"),
         (b'{"prompt": 5}', "a.jsonl:1: no `prompt` string"),
         (b'["a"]', "a.jsonl:1: no `prompt` string"),
+        (b'{"messages": []}', "a.jsonl:1: `messages` need a chat template"),
         (b'{"prompt": "a"}\n{', "a.jsonl:2: not JSON"),
         (b'{"prompt": "\xff"}', "a.jsonl: is not UTF-8"),
         (b"\n", "a.jsonl: no prompts"),

@@ -54,6 +54,7 @@ def test_commands_exist(page: Path) -> None:
         command.name or (command.callback.__name__ if command.callback else "")
         for command in app.registered_commands
     }
+    commands |= {group.name or "" for group in app.registered_groups}
     named = set(COMMAND.findall(page.read_text(encoding="utf-8")))
     assert named <= commands | {"version"}
 

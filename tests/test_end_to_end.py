@@ -76,6 +76,8 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
             "distribution": {"effect": 0.15},  # drawing enough tokens for this effect takes seconds
             "quality": {"max_kl": 5.0},
             "latency": {"min_speedup": None},
+            # So short that the open loop has no p99, and none is asked for.
+            "load": {"rate": 8, "goodput": {"e2e": 60_000}, "min_goodput": 0.5, "max_seconds": 8},
         },
     }
     config.update(sections)
@@ -155,6 +157,12 @@ def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(
     assert "serve" in [stage["stage"] for stage in report["memory"]]
     (served,) = (stage for stage in report["stages"] if stage["stage"] == "serve")
     assert served["peak_memory_bytes"] > 50_000_000  # a server, its stub and torch
+    arms = report["load"]["point"]["arms"]
+    assert [(arm["name"], arm["requests"], arm["failed"]) for arm in arms] == [
+        ("plain", 32, 0),
+        ("speculative", 32, 0),
+    ]
+    assert arms[1]["acceptance"]["verify_steps"] > 0 and arms[1]["goodput_share"]["low"] > 0.5
     assert [agreement["against"] for agreement in report["agreements"]] == ["engine"]
     assert all(test["control_rejected"] for test in report["distribution"]["tests"])
     for folder in ("engines/tiny/target", "engines/tiny/draft", "triton_repo/tiny/tensorrt_llm/1"):
@@ -253,7 +261,7 @@ def test_a_pair_that_is_padded_differently_is_repaired_and_the_report_says_so(
         if finding["severity"] == "warning"
     }
     assert warnings["vocabulary"]["detail"].startswith("the target's 320 rows are trimmed to 272")
-    assert warnings["chat template"]["detail"] == "differs; prompts are formatted with the target's"
+    assert warnings["chat template"]["detail"].startswith("the target has none, and the draft has")
     assert (
         "the target's 320 rows are trimmed to 272"
         in (tmp_path / "build/reports/tiny/report.md").read_text()
@@ -273,3 +281,56 @@ def test_generated_files_are_left_out_of_git() -> None:
     for folder in ("build", "engines", "triton_repo"):
         assert f"/{folder}/*" in ignored
         assert (root / folder / "README.md").is_file()
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.slow
+def test_a_deployment_of_an_instruct_pair_is_built_and_judged_on_messages(tmp_path: Path) -> None:
+    """Calibration, held-out text, the prompts of tune and validate: the target's template writes
+    all of them, and is part of every key that it decides.
+    """
+    target = write_checkpoint(tmp_path / "target", seed=5)
+    draft = write_checkpoint(tmp_path / "draft", seed=6, num_hidden_layers=1)
+    for checkpoint in (target, draft):
+        (checkpoint / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    config = write_deployment(tmp_path, target, draft, speculation={"max_draft_len": "auto"})
+    for name in ("calib", "heldout", "prompts"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        conversations: list[dict[str, Any]] = [
+            {
+                "messages": [
+                    {"role": "user", "content": row.get("text", row.get("prompt"))[:40]},
+                    {"role": "assistant", "content": "yes"},
+                ],
+                "category": "code",
+            }
+            for row in rows
+        ]
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in conversations)
+        )
+
+    done = toolkit("build", str(config), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "build/reports/tiny/report.json").read_text())
+    assert report["verdict"] == "PASS"
+    assert "raw text" not in {finding["check"] for finding in report["findings"]}
+    templates = {
+        stage: {record["parts"]["inputs"].get("chat_template") for record in records}
+        for stage in ("pair", "quantize", "tune", "validate")
+        if (
+            records := [
+                json.loads(file.read_text())
+                for file in (tmp_path / "build/store").glob(f"{stage}*/**/record.json")
+            ]
+        )
+    }
+    assert templates["pair"] == {None}
+    (digest,) = templates["quantize"]
+    assert digest is not None
+    assert templates["tune"] == templates["validate"] == {digest}

@@ -26,6 +26,7 @@ WORKING = (
     "report",
     "advise",
     "standins",
+    "gateway",
 )
 LEVELS = (
     ("cli",),
@@ -62,6 +63,9 @@ HEAVY = (
         "rich",
     ),
     "jinja2",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
 )
 
 

@@ -112,6 +112,27 @@ def test_prompt_lookup_serves_what_plain_decoding_does(
     assert sum(each.stats.drafted for each in served) > 0
 
 
+def test_adaptive_lengths_serve_what_plain_decoding_does(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The engines are timed first. In float64 the texts are the same to the last one."""
+    target = build("target", tiny_pair[0], tmp_path / "target", dtype="float64")
+    draft = build("draft", tiny_pair[1], tmp_path / "draft", dtype="float64")
+    adaptive = load_runtime(target, draft, max_draft_len=3, adaptive={"probe_every_tokens": 8})
+    plain = load_runtime(target, None)
+    prompts = [tuple(plain.codec.encode(f"one two {index}")) for index in range(4)]
+    samplings = ({}, {"temperature": 0.9, "seed": 5})
+    requests = [
+        make_request(prompt, 60, f"{index} {len(sampling)}", **sampling)
+        for index, prompt in enumerate(prompts)
+        for sampling in samplings
+    ]
+    served = serve(adaptive, requests)
+    assert [each.ids for each in served] == [each.ids for each in serve(plain, requests)]
+    for each in served:
+        assert set(each.stats.steps_by_reason) <= {"pays", "acceptance", "load"}
+
+
 def test_a_draft_with_another_tokenizer_is_refused(
     engines: tuple[Path, Path], tmp_path: Path
 ) -> None:

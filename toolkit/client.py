@@ -47,15 +47,19 @@ except (ImportError, RuntimeError) as missing:  # RuntimeError: tritonclient wit
     raise
 
 __all__ = [
+    "AnswerReader",
     "Chunk",
     "Client",
     "ClientError",
     "Completion",
+    "ModelInterface",
     "Options",
     "RequestRefused",
     "RequestTiming",
     "ServerUnavailable",
     "Statistics",
+    "refused",
+    "translated",
 ]
 
 RESAMPLES = 2000
@@ -153,6 +157,10 @@ class Statistics:
     verify_steps: int | None = None
     drafted_by_position: tuple[int, ...] | None = None
     accepted_by_position: tuple[int, ...] | None = None
+    # Why the verify steps had the draft length that they had.
+    steps_by_reason: dict[str, int] | None = None
+    draft_len_changes: int | None = None
+    draft_probes: int | None = None
     draft_ns: int | None = None
     verify_ns: int | None = None
     host_ns: int | None = None
@@ -161,6 +169,7 @@ class Statistics:
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     reused_blocks: int | None = None  # KV-cache blocks of the prompt that an earlier one left
+    draft_failure: str | None = None  # why the request went on without its draft
     log_probs: tuple[float, ...] | None = None  # of the token itself
     next_best: tuple[int, ...] | None = None  # the likeliest of the other tokens
     next_best_log_probs: tuple[float, ...] | None = None
@@ -421,7 +430,7 @@ class Client:
                     service_pb2.ModelConfigRequest(name=model), timeout=self.timeout_s
                 )
             except grpc.RpcError as error:
-                raise self._translated(error) from error
+                raise translated(error, self.url, self.timeout_s) from error
             self.model, self._interface = model, ModelInterface.of(answer.config)
         return self._interface
 
@@ -433,50 +442,77 @@ class Client:
             self.model or MODELS[-1], prompt, options, request_id, streaming=streaming
         )
         call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout_s)
-        text = ""
-        chunk: Chunk | None = None
+        reader = AnswerReader(interface, self.url, streaming=streaming)
         try:
             for response in call:
-                received_ns = time.monotonic_ns()
-                if response.error_message:
-                    raise self._refused(response.error_message)
-                values = decode(response.infer_response)
-                if not values:
-                    continue  # Triton's empty last response of a stream
-                new_text = values["text_output"][0].decode("utf-8")
-                if interface.cumulative and streaming:
-                    new_text = new_text[len(text) :]
-                text += new_text
-                chunk = read_chunk(new_text, values, received_ns)
-                yield chunk
+                chunk = reader.read(response)
+                if chunk is not None:
+                    yield chunk
         except grpc.RpcError as error:
-            raise self._translated(error) from error
+            raise translated(error, self.url, self.timeout_s) from error
         finally:
             call.cancel()  # does nothing if the call is over
-        if chunk is None:
-            raise ServerUnavailable(f"{self.url}: the stream ended without an answer")
+        reader.check_complete()
+
+
+class AnswerReader:
+    """Makes chunks of the responses to one request. values: the outputs of the latest one."""
+
+    def __init__(self, interface: ModelInterface, url: str, *, streaming: bool) -> None:
+        self._interface, self._url = interface, url
+        self._repeats = interface.cumulative and streaming
+        self._characters = 0
+        self._last: Chunk | None = None
+        self.values: dict[str, list[Any]] = {}
+
+    def read(self, response: Any) -> Chunk | None:
+        """The chunk of a ModelStreamInferResponse message; None for Triton's empty last one. Raises
+        ClientError for an error.
+        """
+        received_ns = time.monotonic_ns()
+        if response.error_message:
+            raise refused(response.error_message, self._url)
+        values = decode(response.infer_response)
+        if not values:
+            return None
+        text = values["text_output"][0].decode("utf-8")
+        if self._repeats:
+            text = text[self._characters :]
+        self._characters += len(text)
+        self.values, self._last = values, read_chunk(text, values, received_ns)
+        return self._last
+
+    def check_complete(self) -> None:
+        """Raise ServerUnavailable if the answer has no end."""
+        if self._last is None:
+            raise ServerUnavailable(f"{self._url}: the stream ended without an answer")
         # Every request asks for the finish reason, if the model has that input (see ALWAYS).
-        if chunk.finish_reason is None and "return_finish_reason" in interface.inputs:
-            raise ServerUnavailable(f"{self.url}: the stream ended before the answer was complete")
+        is_asked = "return_finish_reason" in self._interface.inputs
+        if self._last.finish_reason is None and is_asked:
+            raise ServerUnavailable(f"{self._url}: the stream ended before the answer was complete")
 
-    def _translated(self, error: grpc.RpcError) -> ClientError:
-        code, details = error.code(), error.details()
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ServerUnavailable(f"{self.url}: no answer within {self.timeout_s:g} s")
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return ServerUnavailable(
-                f"{self.url}: the server cannot be reached or went away ({details})"
-            )
-        # gRPC on this side uses this word for an answer that it cannot read.
-        if code == grpc.StatusCode.INTERNAL and "deserializing" in str(details):
-            return ServerUnavailable(f"{self.url}: the answer is not one of Triton ({details})")
-        return self._refused(str(details))
 
-    def _refused(self, message: str) -> ClientError:
-        # Once the process has died, Triton answers every request with this message.
-        if message.startswith("Stub process") and "is not healthy" in message:
-            return ServerUnavailable(f"{self.url}: the model's process has died ({message})")
-        return RequestRefused(message)
+def translated(error: Any, url: str, timeout_s: float) -> ClientError:
+    """The exception for a gRPC call that failed."""
+    code, details = error.code(), error.details()
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ServerUnavailable(f"{url}: no answer within {timeout_s:g} s")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return ServerUnavailable(f"{url}: the server cannot be reached or went away ({details})")
+    # gRPC on this side uses this word for an answer that it cannot read.
+    if code == grpc.StatusCode.INTERNAL and "deserializing" in str(details):
+        return ServerUnavailable(f"{url}: the answer is not one of Triton ({details})")
+    return refused(str(details), url)
+
+
+def refused(message: str, url: str) -> ClientError:
+    """The exception for an error that the server answered with."""
+    # Once the process has died, Triton answers every request with this message.
+    if message.startswith("Stub process") and "is not healthy" in message:
+        return ServerUnavailable(f"{url}: the model's process has died ({message})")
+    if "Server is stopping" in message:  # it takes no more requests, and says so without a code
+        return ServerUnavailable(f"{url}: the server is stopping ({message})")
+    return RequestRefused(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,6 +593,11 @@ class ModelInterface:
                 raise RequestRefused(f"{name} cannot be sent as {dtype}: {error}") from error
         return request
 
+    def without(self, tensor: str) -> ModelInterface:
+        """The same model for requests that do not use this input."""
+        inputs = {name: dtype for name, dtype in self.inputs.items() if name != tensor}
+        return dataclasses.replace(self, inputs=inputs)
+
     def _name_of(self, tensor: str) -> str | None:
         """The model's name for the tensor; None if the model does not have it."""
         names = (tensor, SPELLINGS.get(tensor, ""), tensor.removeprefix(PREFIX))
@@ -598,22 +639,14 @@ def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chu
     Raises TypeError if a count is not a number.
     """
 
-    def first(name: str) -> Any:
-        return values[name][0] if name in values else None
-
-    def word(name: str) -> str | None:
-        value = first(name)
-        text = value.decode("utf-8") if isinstance(value, bytes) else value
-        return None if text is None or text == "None" else text
-
-    finish_reason = word("finish_reason")
+    finish_reason = _word(values, "finish_reason")
     return Chunk(
         text=text,
         token_ids=_counts(values, "output_ids") or (),
         output_tokens=_count(values, "num_output_tokens"),
         received_ns=received_ns,
         finish_reason=finish_reason,
-        stop_reason=word("stop_reason"),
+        stop_reason=_word(values, "stop_reason"),
         statistics=None if finish_reason is None else read_statistics(values),
     )
 
@@ -631,6 +664,9 @@ def read_statistics(values: dict[str, list[Any]]) -> Statistics:
         verify_steps=_count(values, "verify_steps"),
         drafted_by_position=_counts(values, "drafted_by_position"),
         accepted_by_position=_counts(values, "accepted_by_position"),
+        steps_by_reason=_steps_by_reason(values),
+        draft_len_changes=_count(values, "draft_len_changes"),
+        draft_probes=_count(values, "draft_probes"),
         draft_ns=_count(values, "draft_time_ns"),
         verify_ns=_count(values, "verify_time_ns"),
         host_ns=_count(values, "host_time_ns"),
@@ -640,10 +676,29 @@ def read_statistics(values: dict[str, list[Any]]) -> Statistics:
         last_token_ns=_count(values, "last_token_time_ns"),
         # Not the figure of the layout bls, whose every step finds the text before it.
         reused_blocks=_count(values, "kv_cache_reused_block"),
+        draft_failure=_word(values, "draft_failure"),
         log_probs=_numbers(values, "output_log_probs"),
         next_best=_counts(values, "next_best_ids"),
         next_best_log_probs=_numbers(values, "next_best_log_probs"),
     )
+
+
+def _word(values: dict[str, list[Any]], name: str) -> str | None:
+    """The text of an output; None if there is none, which models also write as "None"."""
+    value = values[name][0] if values.get(name) else None
+    text = value.decode("utf-8") if isinstance(value, bytes) else value
+    return None if text is None or text == "None" else text
+
+
+def _steps_by_reason(values: dict[str, list[Any]]) -> dict[str, int] | None:
+    steps = _counts(values, "draft_len_reason_steps")
+    if steps is None:
+        return None
+    reasons = [
+        reason.decode("utf-8") if isinstance(reason, bytes) else str(reason)
+        for reason in values.get("draft_len_reasons", [])
+    ]
+    return dict(zip(reasons, steps, strict=True))
 
 
 def _count(values: dict[str, list[Any]], name: str) -> int | None:
@@ -796,7 +851,10 @@ def read_prompts(path: Path) -> list[str]:
                 raise SystemExit(f"{path}:{number}: not JSON: {error}") from error
             prompt = data.get("prompt", data.get("text")) if isinstance(data, dict) else None
             if not isinstance(prompt, str) or not prompt:
-                raise SystemExit(f"{path}:{number}: no `prompt` string, or an empty one")
+                fault = "no `prompt` string, or an empty one"
+                if isinstance(data, dict) and "messages" in data:
+                    fault = "`messages` need a chat template; `toolkit bench` writes them as text"
+                raise SystemExit(f"{path}:{number}: {fault}")
             prompts.append(prompt)
         else:
             prompts.append(line.rstrip("\r"))

@@ -5,7 +5,7 @@ The server process, `toolkit generate` and the advisor use it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ def load_runtime(
     max_queue_size: int = 256,
     draft_len_schedule: Sequence[tuple[int, int]] = (),
     ngram_size: int | None = None,
+    max_prompt_tokens: int | None = None,
+    adaptive: Mapping[str, Any] | None = None,
 ) -> SpeculativeRuntime:
     """Load both engines, and the tokenizer and EOS ids from the target's directory.
 
@@ -36,13 +38,16 @@ def load_runtime(
     ngram_size: draft by prompt lookup instead of a draft engine, and search for the last tokens of
     the text, up to this many. Without a draft engine and ngram_size, or with max_draft_len 0,
     requests are decoded plainly. draft_len_schedule: pairs (running requests, draft length); a
-    length holds from that many running requests on.
+    length holds from that many running requests on. max_prompt_tokens: requests with longer prompts
+    are decoded plainly. adaptive: the fields of AdaptiveSettings, if draft lengths are chosen while
+    requests run; the engines are then timed first.
 
     Raises CheckpointError if a directory is not an engine, PairingError if the engines do not
     belong together, UsageError if the target's engine was not built for this draft length,
     BackendUnavailable if a library is missing.
     """
     from toolkit.engines.registry import loader
+    from toolkit.speculative.adaptive import AdaptiveSettings
     from toolkit.speculative.drafters import NgramDrafter
     from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
     from toolkit.speculative.text import TextCodec
@@ -69,6 +74,8 @@ def load_runtime(
         max_queue_size=max_queue_size,
         eos_token_ids=eos_token_ids(target_dir),
         max_input_len=config["build_config"]["max_input_len"],
+        max_prompt_tokens=max_prompt_tokens,
+        adaptive=None if adaptive is None else AdaptiveSettings(**adaptive),
     )
     drafter = None if ngram_size is None or max_draft_len == 0 else NgramDrafter(ngram_size)
     return SpeculativeRuntime(target, draft, codec, settings, drafter=drafter)

@@ -9,15 +9,16 @@ Engine by itself, since it speculates internally.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from toolkit.words import (
     AttnBackend,
     BuilderChoice,
     Device,
+    DraftLenReason,
     EngineMode,
     FinishReason,
     RequestAcceptance,
@@ -40,6 +41,7 @@ __all__ = [
     "EngineSpec",
     "Fingerprint",
     "GenerationRequest",
+    "PackingEngine",
     "Progress",
     "RequestStats",
     "Sampling",
@@ -123,6 +125,10 @@ class RequestStats:
     the choice of draft tokens, but not prefill. verify_ns is the time of their target forwards,
     host_ns the rest of these steps.
     cumulative_logprob is under the target's own logits, before penalties, temperature and filters.
+    steps_by_reason: why the steps had the draft length that they had, in the order in which the
+    reasons came up; together they are verify_steps. draft_len_changes: how often the length that is
+    chosen for the request changed. draft_probes: how often it was asked whether drafts would pay
+    again.
     """
 
     prompt_tokens: int
@@ -140,6 +146,9 @@ class RequestStats:
     verify_ns: int
     host_ns: int
     cumulative_logprob: float | None = None
+    steps_by_reason: Mapping[DraftLenReason, int] = field(default_factory=dict)
+    draft_len_changes: int = 0
+    draft_probes: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -206,6 +215,22 @@ class StepEngine(Protocol):
     def length(self, slot: int) -> int: ...
 
 
+@runtime_checkable
+class PackingEngine(Protocol):
+    """A StepEngine whose sequences bring each its own number of tokens to a forward."""
+
+    def forward_rows(
+        self, slots: Sequence[int], rows: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> Tensor:
+        """As StepEngine.forward, with rows of any lengths from 1 to max_step_tokens. wanted: how
+        many tokens at the end of each row need logits.
+
+        Returns logits [sum of wanted, vocab], those of the first row first. The length of every
+        slot grows by that of its row.
+        """
+        ...
+
+
 class Engine(Protocol):
     """A whole deployment, target and draft together."""
 
@@ -232,6 +257,10 @@ class TensorRtLlmSpec:
     # trtllm_pytorch: least batch size -> draft length
     draft_len_schedule: dict[int, int] | None = None
     max_concurrency: int | None = None  # trtllm_pytorch: beyond this batch size nothing is drafted
+    # trtllm_pytorch: drafting stops for good if the last so many requests had fewer tokens per
+    # step, the target's own included
+    acceptance_window: int | None = None
+    min_acceptance_length: float | None = None
     max_matching_ngram_size: int = 4  # trtllm_pytorch
     multiple_profiles: bool = False  # trt_engine
     opt_num_tokens: int | None = None  # trt_engine
@@ -287,6 +316,8 @@ class EngineSpec:
     dtype: SpecDtype = "float32"  # of activations and unquantized weights
     device: Device = "cpu"
     mode: EngineMode = "auto"
+    # The kind torch: tokens of a prompt in one forward. None: its default, and for other kinds.
+    prefill_chunk_len: int | None = None
     tensorrt_llm: TensorRtLlmSpec | None = None  # None: for other kinds
     vllm: VllmSpec | None = None  # None: for other kinds
 

@@ -46,7 +46,7 @@ from toolkit.client import (
     timing,
 )
 
-__all__ = ["OpenAiClient", "speculation_counts"]
+__all__ = ["Answer", "OpenAiClient", "error_of", "speculation_counts"]
 
 # Options that vLLM's requests carry under the same name.
 CARRIED = (
@@ -214,7 +214,7 @@ class OpenAiClient:
     ) -> Iterator[Chunk]:
         body = self.body(prompt, options, request_id, streaming=streaming)
         deadline = time.monotonic() + self.timeout_s
-        answer = _Answer(self, prompt, with_log_probs=bool(options.log_probs))
+        answer = Answer(self, prompt, with_log_probs=bool(options.log_probs))
         with self._connected("POST", "/v1/completions", body, deadline) as (response, renew):
             try:
                 if not streaming:
@@ -286,7 +286,7 @@ class _Connection:
             socket = response.fp.raw._sock if response.fp is not None else None  # type: ignore[attr-defined]
             if response.status != http.client.OK:
                 page = response.read().decode("utf-8", "replace")
-                raise _error(page, response.status, url)
+                raise error_of(page, response.status, url)
         except TimeoutError as error:
             self._connection.close()
             raise ServerUnavailable(f"{url}: no answer within {timeout_s:g} s") from error
@@ -321,7 +321,7 @@ class _Connection:
         self._connection.close()
 
 
-class _Answer:
+class Answer:
     """Makes chunks of an answer's events.
 
     The statistics come in an event of their own after the last tokens, so the chunk with the finish
@@ -439,11 +439,11 @@ def _object(page: bytes, url: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ServerUnavailable(f"{url}: the answer is no JSON object")
     if data.get("error"):
-        raise _error(json.dumps(data), SERVER_FAULT, url)
+        raise error_of(json.dumps(data), SERVER_FAULT, url)
     return data
 
 
-def _error(page: str, status: int, url: str) -> ClientError:
+def error_of(page: str, status: int, url: str) -> ClientError:
     """The exception for an error of the server, with its words. The status in the words, if there
     is one, says whose fault it was.
     """

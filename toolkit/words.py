@@ -7,9 +7,10 @@ only one package uses stays in that package.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 __all__ = [
+    "DRAFT_LEN_REASONS",
     "ROLES",
     "SAMPLING_RULES",
     "AcceptanceChoice",
@@ -27,6 +28,7 @@ __all__ = [
     "Device",
     "DivergenceJudge",
     "DivergenceKind",
+    "DraftLenReason",
     "DraftVerdict",
     "Drafter",
     "EngineKind",
@@ -109,6 +111,24 @@ DeployedRule: TypeAlias = Literal[SamplingRule, "sample_match_greedy_draft"]
 AlphaRule: TypeAlias = Literal["greedy", DeployedRule]
 DecodingMode: TypeAlias = Literal["greedy", "sampled"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "error"]
+# Why a request has the draft length that it has. fixed: it is not chosen while the request runs.
+# request: the request states it. prompt length: its prompt is too long. seed: its text would depend
+# on the length. measuring: what lengths cost is being tried out. pays, or not because of the
+# acceptance, or at the load. probe: whether it would pay again. draft failed: it gave no answer, or
+# numbers that are not finite.
+DraftLenReason: TypeAlias = Literal[
+    "fixed",
+    "request",
+    "prompt length",
+    "seed",
+    "measuring",
+    "pays",
+    "acceptance",
+    "load",
+    "probe",
+    "draft failed",
+]
+DRAFT_LEN_REASONS: tuple[DraftLenReason, ...] = get_args(DraftLenReason)
 RequestOutcome: TypeAlias = Literal[FinishReason, "refused", "overloaded"]  # in a server's metrics
 
 # What is planned and advised.

@@ -22,7 +22,7 @@ NAMES = [
     ("kl_mean", Scope(), "quality_kl"),
     ("top1_agreement", Scope(), "quality_top1"),
     ("throughput", Scope(concurrency=16), "tokens_per_s@16"),
-    ("ttft", Scope(percentile=99, over="first_arm", rate=2.5), "ttft_p99_ratio@2.5"),
+    ("ttft", Scope(percentile=99, over="first_arm", rate=2.5), "ttft_p99_ratio@2.5/s"),
     ("speed", Scope(over="first_arm"), "speed"),
     ("speed", Scope(over="run_a", arm="plain", concurrency=4), "speed plain@4"),
     ("e2e", Scope(over="run_a", percentile=50, arm="served", rate=2.0), "e2e_p50 served@2/s"),
@@ -45,5 +45,5 @@ def test_a_limit_may_point_the_other_way() -> None:
 
 
 def test_every_name_of_a_limit_is_of_one_metric_in_one_scope() -> None:
-    assert len(set(BY_NAME.values())) == len(BY_NAME) == 2 * 15 + 5 + 2
+    assert len(set(BY_NAME.values())) == len(BY_NAME) == 2 * 15 + 5 + 3
     assert all(metric in METRICS for metric, _ in BY_NAME.values())

@@ -304,6 +304,86 @@ def test_acceptance_is_told_by_prompt_length_and_reused_prefix() -> None:
     assert (long.least, long.requests, long.rate) == (9000, 1, 0.25)
     assert (new.of, new.requests, new.rate) == ("new_prefix", 2, 0.5)
     assert (reused.of, reused.requests, reused.length) == ("reused_prefix", 1, 2.0)
+    assert short.by_position == ()  # not told
     untold = metrics.acceptance_slices([answer(20, 6), answer(30, 4, None)])
     assert [part.of for part in untold] == ["prompt_tokens"]
     assert metrics.acceptance_slices([timing([(1, 1)])]) == ()
+
+
+def of_prompt(prompt: str, sent_ms: int, accepted_at: tuple[int, ...]) -> RequestTiming:
+    """A request of four steps with two draft tokens each."""
+    told = timing(
+        [(sent_ms + 1, 5)],
+        sent_ms=sent_ms,
+        input_tokens=20,
+        drafted=8,
+        accepted=sum(accepted_at),
+        verify_steps=4,
+        drafted_by_position=(4, 4),
+        accepted_by_position=accepted_at,
+    )
+    return dataclasses.replace(told, prompt=prompt)
+
+
+def test_acceptance_is_told_by_domain_and_position() -> None:
+    requests = [of_prompt("a", 0, (4, 2)), of_prompt("b", 1, (2, 0)), of_prompt("a", 2, (2, 2))]
+    domains = {"a": "code", "b": "chat"}
+    everything, chat, code = metrics.acceptance_slices(requests, domains)
+    assert (everything.of, everything.by_position) == ("prompt_tokens", (8 / 12, 4 / 12))
+    assert (chat.of, chat.name, chat.requests, chat.length) == ("domain", "chat", 1, 1.5)
+    assert (code.name, code.requests, code.by_position) == ("code", 2, (6 / 8, 4 / 8))
+    # One domain alone says what the whole does.
+    assert len(metrics.acceptance_slices(requests, {"a": "code"})) == 1
+    assert len(metrics.acceptance_slices(requests)) == 1
+
+
+def test_acceptance_over_time_is_in_windows_of_equally_many_requests() -> None:
+    """Between them another arm had its turn."""
+    early = [of_prompt("a", at, (4, 2)) for at in range(0, 1000, 50)]
+    late = [of_prompt("b", at, (2, 0)) for at in range(9000, 10000, 50)]
+    unsorted = [*late, *early]
+    windows = metrics.acceptance_over_time(unsorted)
+    assert [window.requests for window in windows] == [8] * 5
+    assert [(window.begin_s, window.end_s) for window in windows[:3]] == [
+        (0, 0.35),
+        (0.4, 0.75),
+        (0.8, 9.15),
+    ]
+    assert windows[0].by_position == (1.0, 0.5) and windows[0].length == 2.5
+    assert windows[2].by_position == (0.75, 0.25)
+    assert windows[-1].by_position == (0.5, 0.0) and windows[-1].rate == 0.25
+    many = metrics.acceptance_over_time(unsorted * 10)
+    assert len(many) == metrics.MOST_WINDOWS
+    assert metrics.acceptance_over_time(early[:15]) == ()
+    assert metrics.acceptance_over_time([timing([(1, 1)])] * 100) == ()
+
+
+def delivered(
+    arrival_ms: float, first_ms: float, received_ms: float, ahead_ms: float = 0.0
+) -> RequestTiming:
+    """Sent at 100 ms, over at 200 ms. ahead_ms: of the server's clock before the client's."""
+    request = timing([(received_ms, 1), (200, 1)], sent_ms=100)
+    times = {
+        "arrival_ns": round((arrival_ms + ahead_ms) * MS),
+        "first_token_ns": round((first_ms + ahead_ms) * MS),
+    }
+    return dataclasses.replace(request, statistics=dataclasses.replace(request.statistics, **times))
+
+
+def test_a_late_first_token_is_late_on_the_way_in_or_out() -> None:
+    """A tenth of the request is 10 ms."""
+    on_time, late_in, late_out = (101, 110, 111), (125, 130, 131), (101, 110, 130)
+    figures = metrics.delivery([delivered(*times) for times in (on_time, late_in, late_out)])
+    assert figures == metrics.Delivery(judged=3, late=2, same_clock=3, late_in=1, late_out=1)
+    little_by_little = metrics.delivery([delivered(107, 110, 117)])
+    assert (little_by_little.late, little_by_little.late_in, little_by_little.late_out) == (1, 0, 0)
+
+
+def test_lateness_is_not_split_between_two_clocks() -> None:
+    for ahead_ms in (-90.0, 3_600_000.0):
+        figures = metrics.delivery([delivered(101, 110, 130, ahead_ms)])
+        assert figures == metrics.Delivery(1, late=1, same_clock=0, late_in=0, late_out=0)
+
+
+def test_requests_without_the_servers_times_are_not_judged() -> None:
+    assert metrics.delivery([timing([(5, 1), (10, 1)])]).judged == 0

@@ -38,7 +38,7 @@ from toolkit.advise.sweep import sweep
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
 from toolkit.interfaces import StepEngine
-from toolkit.pipeline.texts import read_labels, read_texts
+from toolkit.pipeline.rows import read_rows
 from toolkit.records.advice import Advice
 from toolkit.resampling import bootstrap_ratio_of_sums
 from toolkit.speculative.drafters import Lookup
@@ -127,13 +127,8 @@ def main() -> int:
             eos_token_ids(engines / "target"),
         )
     file = ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl"
-    labels, texts = (
-        read_labels(file, "domain", "all", asked.prompts),
-        read_texts(file, "prompt", limit=asked.prompts),
-    )
-    prompts = [
-        (label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)
-    ]
+    rows = read_rows(file, "prompt", limit=asked.prompts)
+    prompts = [(row.domain, tuple(codec.encode(row.text or ""))) for row in rows]
     question = Question(
         prompts, MAX_TOKENS, None, "auto", max_draft_len=LENGTHS[-1], batches=BATCHES
     )

@@ -17,14 +17,24 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from toolkit.checkpoints.reader import expected_shapes, read_tensors
 from toolkit.checkpoints.shape import read_shape
+from toolkit.engines.embedded.model import FP8_MAX
 from toolkit.engines.stage import compile_engine
 from toolkit.interfaces import EngineSpec, StepEngine
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
-__all__ = ["compile_checkpoint", "facts", "in_turns", "step", "write_int8", "write_random"]
+__all__ = [
+    "compile_checkpoint",
+    "facts",
+    "in_turns",
+    "step",
+    "write_fp8",
+    "write_int8",
+    "write_random",
+]
 
 SPEC = EngineSpec("target", max_batch_size=8, max_input_len=512, max_seq_len=1024, max_draft_len=8)
 
@@ -50,19 +60,49 @@ def write_int8(source: Path, out_dir: Path, quant_algo: str) -> Path:
     """The checkpoint in INT8 by rounding alone, in ModelOpt's names. Uncalibrated scales: other
     values, the same cost.
     """
-    shutil.copytree(source, out_dir, ignore=shutil.ignore_patterns("*.safetensors*"))
-    tensors = {}
-    for name, tensor in read_tensors(source):
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor
-            continue
-        linear, weight = name.removesuffix(".weight"), tensor.float()
+
+    def quantized(linear: str, weight: Tensor) -> dict[str, Tensor]:
         scale = weight.abs().amax(1) / 127
-        tensors[name] = (weight / scale[:, None]).round().to(torch.int8)
-        tensors[f"{linear}.weight_scale"] = scale
+        tensors = {
+            f"{linear}.weight": (weight / scale[:, None]).round().to(torch.int8),
+            f"{linear}.weight_scale": scale,
+        }
         if quant_algo == "W8A8_SQ_PER_CHANNEL":
             tensors[f"{linear}.input_scale"] = torch.tensor(0.03)
             tensors[f"{linear}.pre_quant_scale"] = torch.ones(weight.shape[1], dtype=torch.bfloat16)
+        return tensors
+
+    return _write_quantized(source, out_dir, quant_algo, quantized)
+
+
+def write_fp8(source: Path, out_dir: Path) -> Path:
+    """The same in FP8."""
+
+    def quantized(linear: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = weight.abs().max() / FP8_MAX
+        return {
+            f"{linear}.weight": (weight / scale).to(torch.float8_e4m3fn),
+            f"{linear}.weight_scale": scale,
+            f"{linear}.input_scale": torch.tensor(0.03),
+        }
+
+    return _write_quantized(source, out_dir, "FP8", quantized)
+
+
+def _write_quantized(
+    source: Path,
+    out_dir: Path,
+    quant_algo: str,
+    quantized: Callable[[str, Tensor], dict[str, Tensor]],
+) -> Path:
+    """quantized: (name, float32 weight) of a linear -> its tensors."""
+    shutil.copytree(source, out_dir, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {}
+    for name, tensor in read_tensors(source):
+        if name.endswith("_proj.weight"):
+            tensors |= quantized(name.removesuffix(".weight"), tensor.float())
+        else:
+            tensors[name] = tensor
     save_file(tensors, out_dir / "model.safetensors")
     section = {
         "quant_algo": quant_algo,

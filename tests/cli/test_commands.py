@@ -23,7 +23,8 @@ from tests.support.vllm_program import fake_python
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 SHOWS = ("plan", "explain", "report", "doctor", "schema", "version")
 CONFIGS = Path(__file__).parents[2] / "configs"
-COMMANDS = ("init", "build", *STAGES, "tune", "serve", "generate", "bench", *SHOWS)
+COMMANDS = ("init", "build", *STAGES, "tune", "serve", "gateway", "generate", "bench", *SHOWS)
+GROUPS = {"rollout": ("run", "status", "rollback")}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,8 @@ def deployment(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFa
 def test_help_is_the_reviewed_one(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     texts = [toolkit_here("--help", cwd=tmp_path).stdout]
     texts += [toolkit_here(command, "--help", cwd=tmp_path).stdout for command in COMMANDS]
+    for group, names in GROUPS.items():
+        texts += [toolkit_here(group, name, "--help", cwd=tmp_path).stdout for name in names]
     golden("help.txt", f"\n{'-' * 110}\n\n".join(texts))
 
 

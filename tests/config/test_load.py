@@ -552,6 +552,23 @@ def test_a_list_of_numbers_is_read_in_the_file_and_from_the_command_line(
         load_config(folder / "tiny.yaml", [f"validation.{key}=[0]"])
 
 
+def test_a_rate_to_be_found_needs_limits_to_keep(folder: Path) -> None:
+    section = "validation:\n  load: {{rate: {}}}\n"
+    stated = load_config(with_line(folder, "validation:\n", section.format(5)))
+    assert stated.validation.load is not None and stated.validation.load.rate == 5.0
+    found = section.format("auto, goodput: {ttft: 300}")
+    load = load_config(with_line(folder, "validation:\n", found)).validation.load
+    assert load is not None and load.goodput == {"ttft": 300.0}
+    for wrong, why in (
+        ("auto", "rate auto looks for the highest rate that keeps these limits"),
+        ("auto, goodput: {tps: 3}", "goodput"),
+        ("0", "rate"),
+        ("quick", "rate"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load_config(with_line(folder, "validation:\n", section.format(wrong)))
+
+
 def test_a_schedule_is_read_as_a_table_of_numbers(folder: Path) -> None:
     file = with_line(folder, "engine:", SCHEDULE.format("4", "{8: 0, 1: 4, 4: 2}"))
     assert load_config(file).speculation.draft_len_schedule == {1: 4, 4: 2, 8: 0}

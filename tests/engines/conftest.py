@@ -14,11 +14,12 @@ from tests.support.checkpoints import write_byte_tokenizer, write_checkpoint
 from tests.support.exports import EXPORTS, TOKENS, Export
 from tests.support.modelopt_exports import export_hf
 from toolkit.checkpoints import quantized
-from toolkit.engines.embedded.compile import capacity_of, prepare
-from toolkit.engines.embedded.engine import PREFILL_TOKENS, EmbeddedEngine, eager_runner
+from toolkit.engines.embedded.compile import prepare
+from toolkit.engines.embedded.engine import EmbeddedEngine, eager_runner
 from toolkit.engines.embedded.kernels import KernelOps, build_library, load_library
 from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.embedded.weights import fuse
+from toolkit.facts.embedded import PREFILL_TOKENS, slot_tokens
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -92,7 +93,7 @@ def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
             max_batch_size=3,
             max_seq_len=96,
             max_step_tokens=PREFILL_TOKENS,
-            capacity=capacity_of(96, PREFILL_TOKENS),
+            capacity=slot_tokens(96),
         )
 
     return make

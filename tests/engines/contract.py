@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from toolkit.interfaces import StepEngine
+from toolkit.interfaces import PackingEngine, StepEngine
 
 PROMPT = tuple(b"def forward(self, tokens):\n")
 
@@ -100,6 +100,31 @@ class StepEngineContract:
         engine.forward([0, 1], torch.tensor([[*PROMPT[:5], 0, 0, 0], PROMPT[:8]]))
         engine.rewind([0, 1], [5, 8])
         assert self.close(engine.forward([0], torch.tensor([PROMPT[5:8]])), expected)
+
+    def test_rows_of_their_own_lengths_equal_each_alone(self, engine: StepEngine) -> None:
+        if not isinstance(engine, PackingEngine):
+            pytest.skip("pads its rows")
+        rows, wanted = (PROMPT[:3], PROMPT[3:4], PROMPT[4:12], PROMPT[:5]), (2, 1, 0, 5)
+        slots = (2, 0, 1)
+        for first in (0, 1):  # three of them each, the second time behind those of the first
+            before = [engine.length(slot) for slot in slots]
+            expected = []
+            for i, slot in enumerate(slots, first):
+                alone = engine.forward([slot], torch.tensor([rows[i]]))[0]
+                expected.append(alone[len(rows[i]) - wanted[i] :].clone())
+            engine.rewind(slots, before)
+            together = engine.forward_rows(slots, rows[first:][:3], wanted[first:][:3])
+            assert self.close(together, torch.cat(expected))
+            grown = [
+                engine.length(slot) - length for slot, length in zip(slots, before, strict=True)
+            ]
+            assert grown == [len(row) for row in rows[first:][:3]]
+        none = engine.forward_rows([0], [PROMPT[:2]], [0])
+        assert none.shape == (0, engine.vocab_size)
+        with pytest.raises(ValueError, match="tokens"):
+            engine.forward_rows([0, 1], [(1,), ()], [1, 0])
+        with pytest.raises(ValueError, match="slot"):
+            engine.forward_rows([0, 0], [(1,), (2, 3)], [1, 0])
 
     def test_what_does_not_fit_is_refused_and_changes_nothing(self, engine: StepEngine) -> None:
         engine.forward([0], torch.tensor([PROMPT[:4]]))

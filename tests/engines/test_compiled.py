@@ -8,6 +8,9 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +110,38 @@ def test_compiled_equals_the_kernels_step_by_step(
 
 @needs_compiler
 @pytest.mark.slow
+def test_other_threads_run_during_a_forward(loaded: EmbeddedEngine) -> None:
+    """A thread that wakes up every 0.1 ms or so notes the times at which it gets the interpreter's
+    lock. Were the lock held during a forward, there would be at most one within it: where the
+    forward ends, and the lock is given away before the end is noted here.
+    """
+    times_ns, is_over = [], threading.Event()
+
+    def note_times() -> None:
+        while not is_over.is_set():
+            times_ns.append(time.perf_counter_ns())
+            time.sleep(0)
+
+    chunk = torch.zeros((3, loaded.max_step_tokens), dtype=torch.int64)
+    spans_ns = []
+    thread = threading.Thread(target=note_times)
+    thread.start()
+    try:
+        for _ in range(100):
+            loaded.rewind([0, 1, 2], [0, 0, 0])
+            began_ns = time.perf_counter_ns()
+            loaded.forward([0, 1, 2], chunk)
+            spans_ns.append((began_ns, time.perf_counter_ns()))
+    finally:
+        is_over.set()
+        thread.join()
+        loaded.rewind([0, 1, 2], [0, 0, 0])
+    within = [sum(began < at < ended for at in times_ns) for began, ended in spans_ns]
+    assert statistics.median(within) >= 2
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_auto_compiles_where_there_is_a_compiler(plain_engine: CompiledEngine) -> None:
     """A bfloat16 model with a sliding window; bfloat16 keeps 8 bits, so logits of order 3 agree
     to some hundredths.
@@ -165,6 +200,16 @@ def test_eager_engine_loads_to_the_checkpoints_own_logits(
     engine = loader("torch").load(eager_engine.path)
     plain = open_checkpoint(tiny_pair[0], max_batch_size=3, max_seq_len=96)
     assert torch.equal(engine.forward([0, 1], TOKENS), plain.forward([0, 1], TOKENS))
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [(None, 64), (16, 16), (2, 4)])
+def test_an_engine_takes_chunks_as_long_as_asked_and_all_drafts(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, asked: int | None, tokens: int
+) -> None:
+    built = build(tiny_pair[0], tmp_path, mode="eager", prefill_chunk_len=asked)
+    engine = loader("torch").load(built.path)
+    assert engine.max_step_tokens == tokens
+    assert engine.forward([0], TOKENS[:1, :tokens]).shape[1] == min(tokens, TOKENS.shape[1])
 
 
 def test_inductors_cache_is_private_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +279,7 @@ def test_folder_without_config_is_no_engine(tmp_path: Path) -> None:
 
 def test_engine_of_another_format_is_refused(copied: Path) -> None:
     edit(copied, lambda config: config["toolkit"].update(format=99))
-    with pytest.raises(StageError, match="engine format 99 is not 3"):
+    with pytest.raises(StageError, match="engine format 99 is not 4"):
         loader("torch").load(copied)
 
 

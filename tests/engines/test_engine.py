@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engines.contract import StepEngineContract
-from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
+from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint, unused_zeros
 from toolkit.engines.embedded.model import Attention, Step, TorchOps
 
 
@@ -41,10 +41,31 @@ class TestFloat32(StepEngineContract):
 def test_a_nan_that_a_former_request_left_in_its_slot_is_never_read() -> None:
     """A longer sequence beside it makes the step read that far."""
     size, how = (2, 1, 32, 8), Attention(1, 1, 8, 1e-5, None, None, None, None, None)
-    step = Step(torch.tensor([0, 1]), torch.tensor([2, 20]), torch.ones(32, 4), torch.zeros(32, 4))
+    step = Step(
+        torch.tensor([0, 1]),
+        torch.tensor([2, 20]),
+        torch.tensor([0, 1]),
+        torch.ones(32, 4),
+        torch.zeros(32, 4),
+    )
     qkv = torch.randn(2, 1, 24, generator=torch.Generator().manual_seed(1))
     clean = TorchOps().attention(qkv, (torch.ones(size), torch.ones(size)), step, how)
     cache = torch.ones(size), torch.ones(size)
     for tensor in cache:
         tensor[0, :, 3:] = float("nan")
     assert torch.equal(TorchOps().attention(qkv, cache, step, how), clean)
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_a_cache_takes_memory_only_where_it_has_been_used() -> None:
+    before = anonymous_bytes()
+    cache = unused_zeros((8, 4, 2**21), torch.bfloat16)  # 128 MiB
+    assert anonymous_bytes() - before < 2**23
+    assert cache.shape == (8, 4, 2**21)
+    assert not cache[3, 0, :100].any()
+    cache[5] = 1.0
+    assert 2**24 <= anonymous_bytes() - before < 2**25

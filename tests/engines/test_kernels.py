@@ -17,10 +17,40 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import EXPORTS, TOKENS, Export
 from tests.support.families import CASES
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
-from toolkit.engines.embedded.kernels import KernelOps, pack_linear
+from toolkit.engines.embedded.kernels import (
+    NATIVE,
+    KernelOps,
+    build_library,
+    load_library,
+    pack_linear,
+)
 from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, TorchOps
+from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
 
 MakeEngine = Callable[..., EmbeddedEngine]
+
+
+# The processors for which the library is compiled here: a vector of AVX2 is half as wide, and it
+# multiplies neither bytes nor BF16 numbers.
+PROCESSORS = {NATIVE: None, "x86-64-v3": "avx2"}
+
+
+@pytest.fixture(scope="session", params=PROCESSORS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelOps:
+    """The library for this machine, and as it would be on one without AVX-512."""
+    if compiler_path() is None:
+        pytest.skip("no C++ compiler")
+    if PROCESSORS[request.param] not in (None, *instruction_set()):
+        pytest.skip(f"this processor has no {PROCESSORS[request.param]}")
+    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    return load_library(library, build_library(library, request.param))
+
+
+KINDS = ("float32", "bfloat16", "bfloat16 engine", "w8a16", "w8a8", "fp8")
+
+
+def packed(kind: str, linear: Linear) -> Linear:
+    return pack_linear(linear, torch.bfloat16 if kind == "bfloat16 engine" else torch.float32)
 
 
 def random_linear(kind: str, rows: int, columns: int) -> Linear:
@@ -31,6 +61,7 @@ def random_linear(kind: str, rows: int, columns: int) -> Linear:
     return {
         "float32": lambda: Linear(torch.randn(rows, columns, generator=generator), bias=bias),
         "bfloat16": lambda: Linear(torch.randn(rows, columns, generator=generator).bfloat16()),
+        "bfloat16 engine": lambda: random_linear("bfloat16", rows, columns),
         "w8a16": lambda: Linear(codes, scale, bias=bias),
         "w8a8": lambda: Linear(
             codes, scale, torch.tensor(0.03), torch.rand(columns, generator=generator) + 0.5, bias
@@ -39,7 +70,7 @@ def random_linear(kind: str, rows: int, columns: int) -> Linear:
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a8", "fp8"])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (130, 33), (1, 3), (257, 300)])
 def test_linear_equals_torch(kernels: KernelOps, kind: str, rows: int, columns: int) -> None:
     """Integer products exactly, up to one rounding of the scale; float sums up to their order,
@@ -47,39 +78,61 @@ def test_linear_equals_torch(kernels: KernelOps, kind: str, rows: int, columns: 
     """
     linear = random_linear(kind, rows, columns)
     x = torch.randn(11, columns, generator=torch.Generator().manual_seed(1))
-    ours, plain = (
-        kernels.linear(x, pack_linear(linear, torch.float32)),
-        TorchOps().linear(x, linear),
-    )
+    ours, plain = kernels.linear(x, packed(kind, linear)), TorchOps().linear(x, linear)
     assert torch.allclose(
         ours, plain, rtol=1e-6 if kind == "w8a8" else 1e-5, atol=1e-5 * float(plain.abs().max())
     )
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("kind", ["w8a16", "bfloat16 engine"])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (130, 33), (1, 3), (257, 300)])
+def test_activations_keep_sixteen_bits(
+    kernels: KernelOps, kind: str, rows: int, columns: int
+) -> None:
+    """Each is rounded by at most half a step: of 2^-15 of the token's largest for INT8 weights, of
+    its own eighth bit for BF16. Float sums add 1e-5 of their size.
+    """
+    linear = random_linear(kind, rows, columns)
+    x = torch.randn(11, columns, generator=torch.Generator().manual_seed(1))
+    x[3] *= 1e-20
+    x[5] = 0
+    x[7, 0] = 1e4
+    exact = TorchOps().linear(x.double(), linear)
+    half_step = x.abs().amax(1, keepdim=True) / 32767 / 2 if kind == "w8a16" else x.abs() / 256
+    scale = torch.ones(rows) if linear.scale is None else linear.scale
+    most = half_step.expand_as(x) @ (linear.weight.float().abs() * scale[:, None]).T
+    error = (kernels.linear(x, packed(kind, linear)) - exact).abs()
+    assert (error <= most + 1e-5 * exact.abs().amax(1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_linear_gives_the_same_bits_for_any_number_of_tokens(kernels: KernelOps, kind: str) -> None:
-    linear = pack_linear(random_linear(kind, 200, 300), torch.float32)
-    x = torch.randn(23, 300, generator=torch.Generator().manual_seed(2))
+    """Also for so many tokens and columns that the weights come in several panels."""
+    linear = packed(kind, random_linear(kind, 200, 300))
+    x = torch.randn(69, 300, generator=torch.Generator().manual_seed(2))
     whole = kernels.linear(x, linear)
-    for count in range(1, 14):
+    for count in (*range(1, 14), 64):
         assert torch.equal(kernels.linear(x[:count], linear), whole[:count]), count
 
 
-def test_every_fp8_code_is_widened_exactly(kernels: KernelOps) -> None:
+@pytest.mark.parametrize("input_scale", [None, torch.tensor(1.0)])
+def test_every_fp8_code_is_widened_exactly(
+    kernels: KernelOps, input_scale: torch.Tensor | None
+) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[0x7F, 0xFF]] = 0  # not a number
     weight = codes.view(torch.float8_e4m3fn)[:, None]
     widened = kernels.linear(
-        torch.ones(1, 1), pack_linear(Linear(weight, torch.ones(256)), torch.float32)
+        torch.ones(1, 1), pack_linear(Linear(weight, torch.ones(256), input_scale), torch.float32)
     )
     assert torch.equal(widened[0], weight[:, 0].float())
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000])
 def test_a_nan_stays_one_and_stays_with_its_token(kernels: KernelOps, kind: str, bits: int) -> None:
     """bits: of a NaN as torch writes it, with every bit set, and as a processor makes it."""
-    linear = pack_linear(random_linear(kind, 130, 33), torch.float32)
+    linear = packed(kind, random_linear(kind, 130, 33))
     x = torch.randn(11, 33, generator=torch.Generator().manual_seed(4))
     expected = kernels.linear(x, linear).clone()
     expected[7] = float("nan")
@@ -116,7 +169,8 @@ def test_half_a_layer_in_one_call_equals_its_parts(
     layer = Layer(*norms, *(small(rows, columns) for rows, columns in sizes), how)
     x = torch.randn((batch, n, hidden), generator=generator)
     angles = torch.rand((capacity, dim // 2), generator=generator)
-    step = Step(torch.tensor([1, 0]), torch.tensor([3, 40]), angles.cos(), angles.sin())
+    starts = torch.tensor([0, n])
+    step = Step(torch.tensor([1, 0]), torch.tensor([3, 40]), starts, angles.cos(), angles.sin())
 
     def caches() -> tuple[torch.Tensor, torch.Tensor]:
         padded = -(-dim // 16) * 16
@@ -130,6 +184,18 @@ def test_half_a_layer_in_one_call_equals_its_parts(
         assert (difference < 1e-5).float().mean() > 0.7
         assert difference.max() < (0.05 if kind in ("w8a8", "fp8") else 1e-5)
         assert (whole - x).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_infinity_among_sixteen_bit_codes_makes_its_token_nan(
+    kernels: KernelOps, value: float
+) -> None:
+    linear = pack_linear(random_linear("w8a16", 130, 33), torch.float32)
+    x = torch.randn(11, 33, generator=torch.Generator().manual_seed(4))
+    expected = kernels.linear(x, linear).clone()
+    expected[7] = float("nan")
+    x[7, 20] = value
+    assert torch.equal(kernels.linear(x, linear).nan_to_num(1e9), expected.nan_to_num(1e9))
 
 
 def fp8_trials() -> torch.Tensor:
@@ -169,7 +235,10 @@ def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) 
     how = Attention(1, 1, dim, 1e-5, None, None, None, k_scale, v_scale)
     unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
     kernels.attention(
-        qkv, (keys, values), Step(torch.tensor([1]), torch.tensor([10]), *unrotated), how
+        qkv,
+        (keys, values),
+        Step(torch.tensor([1]), torch.tensor([10]), torch.tensor([0]), *unrotated),
+        how,
     )
     _, key, value = qkv[0].split(dim, dim=-1)
     for written, new, scale in (
@@ -178,6 +247,32 @@ def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) 
     ):
         stored = written.contiguous().view(torch.float8_e4m3fn).float()
         assert torch.equal(stored, (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+def test_a_bfloat16_cache_is_written_like_torchs_cast_and_read_exactly(kernels: KernelOps) -> None:
+    dim, n = 24, 40
+    sizes = (2, 1, dim, 128), (2, 1, 128, 32)
+    cache = tuple(torch.zeros(size, dtype=torch.bfloat16) for size in sizes)
+    qkv = torch.randn((1, n, 3 * dim), generator=torch.Generator().manual_seed(6)) * 30
+    special = torch.tensor([float("nan"), float("inf"), -3.4e38, 1e-40, 257.0, 259.0])
+    qkv[0, -1, -len(special) :] = special
+    how = Attention(1, 1, dim, 1e-5, None, None, None, None, None)
+    unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
+
+    def step(tokens: torch.Tensor, where: tuple[torch.Tensor, ...], length: int) -> torch.Tensor:
+        at = Step(torch.tensor([1]), torch.tensor([length]), torch.tensor([0]), *unrotated)
+        return kernels.attention(tokens.contiguous(), (where[0], where[1]), at, how)
+
+    step(qkv, cache, 10)
+    _, key, value = qkv[0].bfloat16().split(dim, dim=-1)
+    for written, new in (
+        (cache[0][1, 0, :, 10 : 10 + n].T, key),
+        (cache[1][1, 0, 10 : 10 + n, :dim], value),
+    ):
+        assert torch.equal(written.float().nan_to_num(7.0), new.float().nan_to_num(7.0))
+    widened = tuple(part.float() for part in cache)
+    query = torch.randn((1, 1, 3 * dim)).bfloat16().float()
+    assert torch.equal(step(query, cache, 9 + n), step(query, widened, 9 + n))
 
 
 def test_threads_do_not_change_the_bits(
@@ -191,6 +286,35 @@ def test_threads_do_not_change_the_bits(
     try:
         torch.set_num_threads(2)
         assert torch.equal(kernel_engine(source).forward([0, 1], TOKENS), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_long_sequence_among_short_ones_gives_the_same_bits_alone(kernels: KernelOps) -> None:
+    """Its heads are shared by the threads, and the longest sequence is not the first of them."""
+    dim, n, kv_heads, capacity = 32, 2, 3, 4096
+    lengths = [5, 4000, 17, 0]
+    how = Attention(6, kv_heads, dim, 1e-5, None, None, None, None, None)
+    generator = torch.Generator().manual_seed(3)
+    angles = torch.rand((capacity, dim // 2), generator=generator)
+    keys, values = (
+        torch.randn((4, kv_heads, *size), generator=generator)
+        for size in ((dim, capacity), (capacity, dim))
+    )
+    qkv = torch.randn((4, n, (6 + 2 * kv_heads) * dim), generator=generator)
+
+    def attend(rows: list[int]) -> torch.Tensor:
+        read = torch.tensor([lengths[row] for row in rows])
+        starts = n * torch.arange(len(rows))
+        at = Step(torch.tensor(rows), read, starts, angles.cos(), angles.sin())
+        return kernels.attention(qkv[rows], (keys.clone(), values.clone()), at, how)
+
+    alone = torch.cat([attend([row]) for row in range(4)])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(attend([0, 1, 2, 3]), alone), count
     finally:
         torch.set_num_threads(threads)
 
@@ -212,13 +336,15 @@ def test_quantized_models_equal_the_eager_engine(
     name: str, kernel_engine: MakeEngine, exported: Callable[[str], Export]
 ) -> None:
     """Both compute the same codes; only float sums differ in order. A code on the edge may flip:
-    see test_quantized.
+    see test_quantized. Inputs of W8A16 are rounded to 16 bits, so there most tokens have a flipped
+    code in the FP8 cache.
     """
     export = exported(name)
+    cost = (export.simulated - export.source).abs().max()
     plain = open_checkpoint(export.path, max_batch_size=2, max_seq_len=96).forward([0, 1], TOKENS)
     difference = (kernel_engine(export.path).forward([0, 1], TOKENS) - plain).abs().amax(-1)
-    assert difference.median() < 1e-5
-    assert difference.max() < (export.simulated - export.source).abs().max()
+    assert difference.median() < (cost / 20 if export.quant_algo == "W8A16" else 1e-5)
+    assert difference.max() < cost
 
 
 @pytest.mark.parametrize("part", ["key", "value"])
@@ -233,7 +359,7 @@ def test_a_nan_in_an_fp8_cache_is_found_by_every_later_token(kernels: KernelOps,
     unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
 
     def step(tokens: torch.Tensor, length: int) -> torch.Tensor:
-        where = Step(torch.tensor([1]), torch.tensor([length]), *unrotated)
+        where = Step(torch.tensor([1]), torch.tensor([length]), torch.tensor([0]), *unrotated)
         return kernels.attention(tokens.contiguous(), (cache[0], cache[1]), where, how)
 
     step(qkv, 10)

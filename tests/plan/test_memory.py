@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ from hypothesis import strategies as st
 
 from tests.support.checkpoints import write_checkpoint
 from tests.support.deployments import FP8, config_of, subject
+from toolkit.checkpoints.quantized import open_checkpoint
 from toolkit.checkpoints.reader import read_index
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
+from toolkit.engines.embedded.compile import prepare
+from toolkit.engines.embedded.weights import fuse
+from toolkit.facts.embedded import PREFILL_TOKENS
 from toolkit.facts.models import CONFIGS
 from toolkit.plan import memory
 from toolkit.plan.make import make_plan
@@ -24,6 +29,7 @@ from toolkit.plan.memory import (
     weight_bytes,
 )
 from toolkit.quantize import quality, single_layers
+from toolkit.words import ComputeDtype
 
 HOST = 10**12
 # Parameters as the model cards state them, in billions.
@@ -117,6 +123,38 @@ def test_a_host_that_is_too_small_is_warned_of() -> None:
     assert (
         "this machine has" in small[0].what and small[0].hint and "the same result" in small[0].hint
     )
+
+
+def test_a_slot_of_the_embedded_engine_has_room_for_one_forward_more() -> None:
+    _, short = memory_of(subject("torch", engine__prefill_chunk_len=64), HOST)
+    _, long = memory_of(subject("torch", engine__prefill_chunk_len=512), HOST)
+    slots = subject("torch").config.engine.max_batch_size
+    assert long.kv_tokens - short.kv_tokens == slots * (512 - 64)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_embedded_engine_takes_what_the_plan_counts(
+    tmp_path: Path, tied: bool, dtype: ComputeDtype
+) -> None:
+    """But for norms and the tables of RoPE, which are small."""
+    source = write_checkpoint(
+        tmp_path, tie_word_embeddings=tied, vocab_size=512, hidden_size=256, intermediate_size=1024
+    )
+    keys = {"engine__dtype": dtype, "engine__device": "cpu", "engine__max_seq_len": 1000}
+    deployment = subject("torch", engine__max_batch_size=3, engine__max_input_len=64, **keys)
+    shape = read_shape(source)
+    planned = memory_of(replace(deployment, shapes={**deployment.shapes, "target": shape}), HOST)
+    items = {item.name: item.num_bytes for item in planned[0][-1].items}
+    weights, caches = prepare(
+        shape, fuse(open_checkpoint(source)), dtype, 3, 1000, PREFILL_TOKENS, fp8_kv=False
+    )
+    packed = [weights.embed, weights.lm_head.weight]
+    for layer in weights.layers:
+        packed += [getattr(layer, name).weight for name in ("qkv", "o", "gate_up", "down")]
+    taken = sum(tensor.nbytes for tensor in packed)
+    assert items["target weights"] == pytest.approx(taken, rel=0.002)
+    assert items["KV cache of the target"] == sum(k.nbytes + v.nbytes for k, v in caches)
 
 
 def quantize_items(**calibration: int) -> dict[str, int]:

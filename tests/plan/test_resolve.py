@@ -173,6 +173,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("pytorch", {"draft": None, "speculation__kind": "mtp"}, "mtp-layers", "a Llama 3 target has no MTP layers", "EAGLE-3"),
     ("engine", {"speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "each request states its own", "remove"),
     ("pytorch", {**V11, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "1.1 has no", "1.2.1"),
+    ("pytorch", {**V11, "speculation__adaptive": {"min_acceptance_length": 1.3}}, "adaptive-speculation", "1.1 has no switch", "remove"),
+    ("pytorch", {"speculation__adaptive": {}}, "adaptive-speculation", "measures no costs", "min_acceptance_length, such as 1.3"),
+    ("pytorch", {**HEAD, "speculation__adaptive": {"min_acceptance_length": 1.3}}, "adaptive-speculation", "would ignore it", "remove"),
+    ("vllm", {"speculation__adaptive": {}}, "adaptive-speculation", "no switch by acceptance", "remove"),
+    ("pytorch", {"speculation__max_prompt_tokens": 100}, "draft-for-every-prompt", "drafts for every prompt", "remove"),
+    ("vllm", {"speculation__max_prompt_tokens": 100}, "draft-for-every-prompt", "no request can be left out", "remove"),
     ("pytorch", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "acceptance-rule",
      "does not have the acceptance rule rejection", "auto"),
     ("pytorch", {"speculation__acceptance": "rejection"}, "acceptance-rule", "drafts greedily", "auto (which is sample_match)"),
@@ -300,6 +306,13 @@ def test_a_key_that_the_repository_carries_is_not_refused(kind: str, keys: dict[
     assert refused(kind, {**stated, **keys}) == []
 
 
+@pytest.mark.parametrize("kind", ["torch", "engine", "int8"])
+def test_adaptive_lengths_and_a_limit_on_prompts_work_where_we_draft(kind: str) -> None:
+    keys = {"speculation__adaptive": {}, "speculation__max_prompt_tokens": 100}
+    assert refused(kind, keys) == []
+    assert refused(kind, {"speculation__adaptive": {"enabled": False}}) == []
+
+
 @pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8", "vllm", "vllm_cpu"])
 def test_the_bases_of_that_table_work(kind: str) -> None:
     """Otherwise the refusals above might come from the base and not from the keys laid over it."""
@@ -311,10 +324,10 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "ignored-sampling", "no-log-probs", "mixed-precision-pair", "batch-fits", "spec-extends-seq-len", "spec-raises-num-tokens",
         "draft-target-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
-        "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
+        "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-raw-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
         "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
-        "toolkit-open-listener",
+        "toolkit-open-listener", "toolkit-load-too-short",
         "toolkit-loads-beyond-batch", "toolkit-ngram-size",
     }  # fmt: skip
     tested_below = {
@@ -336,6 +349,7 @@ def test_every_rule_has_its_code_under_its_id() -> None:
         "checkpoint-files",
         "toolkit-texts",
         "toolkit-calibration-text",
+        "toolkit-raw-text",
         "vllm-environment",
     }  # memory.py, make.py, workflows/plan.py
     assert set(CHECKS) | elsewhere == set(RULES)
@@ -607,6 +621,18 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
         ),
         (
             "pytorch",
+            {"speculation__adaptive": {"min_acceptance_length": 1.3, "window_requests": 9}},
+            "adaptive-speculation",
+            "the last 9 requests had fewer than 1.3 tokens per step",
+        ),
+        (
+            "pytorch",
+            {"speculation__adaptive": {"min_acceptance_length": 1.3, "window_tokens": 64}},
+            "adaptive-speculation",
+            "window_tokens is for lengths per request, and has no effect here",
+        ),
+        (
+            "pytorch",
             {**V14, "speculation__draft_len_schedule": {1: 4, 8: 0}},
             "draft-len-schedule",
             "1.4rc reads them as the largest",
@@ -645,6 +671,7 @@ def test_what_changes_in_silence_is_said_before(
         ("torch", {"triton__host": "0.0.0.0"}, "toolkit-open-listener"),
         ("vllm_cpu", {"triton__host": "gpu7"}, "toolkit-open-listener"),
         ("torch", {"validation__max_prompts": 58}, "toolkit-parity-prompts"),
+        ("torch", {"validation__load": {"rate": 3.6}}, "toolkit-load-too-short"),
         ("torch", {"validation__parity": {"max_divergence_rate": 0.04}}, "toolkit-parity-prompts"),
         (
             "torch",
@@ -667,12 +694,17 @@ def test_what_may_work_and_is_not_vouched_for_is_a_warning(
     [
         {"validation__max_prompts": 59},
         {"validation__max_prompts": 4, "draft": None, "speculation__kind": "none"},
+        {"validation__load": {"rate": 3.71}},
+        {"validation__load": {"rate": 3.6, "max_seconds": 618}},
+        {"validation__load": {"rate": 1.9}, "draft": None, "speculation__kind": "none"},
+        {"validation__load": {"rate": "auto", "goodput": {"ttft": 200}}},
     ],
 )
 def test_a_verdict_that_can_be_reached_is_not_warned_about(keys: dict[str, Any]) -> None:
     assert not {judgement.rule for judgement in resolve(subject("pytorch", **keys))} & {
         "toolkit-parity-prompts",
         "toolkit-draft-is-target",
+        "toolkit-load-too-short",
     }
 
 

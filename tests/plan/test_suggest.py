@@ -138,3 +138,21 @@ def test_a_checkpoint_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="bytes long, but its header asks for"):
         suggest(folder, None, None, folder=tmp_path)
+
+
+def test_a_target_with_a_chat_template_is_asked_for_messages(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "model")
+    raw = suggest(target, None, None, folder=tmp_path)
+    assert "messages" not in raw.text
+    assert raw.texts["data/prompts.jsonl"].startswith('{"prompt": "..."} on each line')
+
+    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    chat = suggest(target, None, None, folder=tmp_path)
+    assert (
+        "dataset: data/calib.jsonl # one JSON object with `messages` per line, similar to your"
+        " traffic; the target has a chat template, which writes them\n"
+    ) in chat.text
+    assert "prompts: data/prompts.jsonl # one JSON object with `messages` per line" in chat.text
+    assert '{"role": "assistant", "content": "..."}' in chat.texts["data/calib.jsonl"]
+    (tmp_path / chat.file_name).write_text(chat.text)
+    assert make_plan(load_config(tmp_path / chat.file_name, texts=False)) == chat.plan

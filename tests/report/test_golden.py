@@ -11,7 +11,7 @@ from rich.console import Console
 
 from toolkit.bench.limits import judge
 from toolkit.bench.verdict import verdict
-from toolkit.config.schema import LatencyGates, QualityGates
+from toolkit.config.schema import LatencyGates, LoadGates, QualityGates
 from toolkit.records.judged import DraftCheck
 from toolkit.records.report import ValidationReport
 from toolkit.report.markdown import render_markdown
@@ -22,6 +22,7 @@ from toolkit.validate.gates import (
     quality_gates,
     ratio_gates,
 )
+from toolkit.validate.load import judge_load
 
 TERMINAL_WIDTH = 110
 
@@ -40,6 +41,8 @@ def with_every_gate(advised: ValidationReport) -> ValidationReport:
     )
     of_source = agreement_gate(source)
     assert of_source is not None
+    assert advised.load is not None
+    limits = LoadGates(rate="auto", goodput=advised.load.goodput_ms, max_ttft_p99_ms=350.0)
     ratios = LatencyGates(max_ratios={"ttft_p50": 1.1, "e2e_p90": 1.5, "icl_p99": 2.0})
     gates = (
         *advised.gates,
@@ -48,6 +51,7 @@ def with_every_gate(advised: ValidationReport) -> ValidationReport:
         *check_gates(DraftCheck(4, 40, 30, 30, 90, 60, 60), None, ()),
         *quality_gates(None, QualityGates(min_top1_agreement=0.98), quantized=True),
         *(gate for point in advised.loads for gate in judge((), point, at=True)),
+        *judge_load(advised.load, limits),
     )
     return replace(advised, gates=gates, verdict=verdict(gates))
 

@@ -37,6 +37,8 @@ from toolkit.triton.tensors.contract import MODEL
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl"
 MAX_PROMPTS = 45
+SLOTS = 8  # of the deployment, for 1,024 tokens each
+FILLING_PROMPT, FILLING_TOKENS = "x " * 400, 600  # together about as many
 LONG_PROMPT = 1200  # characters; about 400 of the 512 tokens that the deployment takes
 REQUESTS = re.compile(r'^toolkit_requests\{[^}]*outcome="(\w+)"[^}]*\} (\S+)$', re.MULTILINE)
 RUNNING = re.compile(r"^toolkit_(?:active|queued)_requests\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -51,10 +53,11 @@ BACK_S = 60.0
 
 @dataclass
 class Life:
-    """One process of the server, from ready to its end."""
+    """One process of the server, from ready to its end. filled: requests before `ready_ns`."""
 
     server: Server
     ready_ns: int
+    filled: int
     answers: list[Answer] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
@@ -80,7 +83,9 @@ class Soak:
         self._stop = threading.Event()
 
     def begin_life(self, server: TritonServer) -> None:
-        self.lives.append(Life(Server.at(server.grpc_url), time.monotonic_ns()))
+        started = Server.at(server.grpc_url)
+        filled = fill(started)
+        self.lives.append(Life(started, time.monotonic_ns(), filled))
         self._is_up.set()
 
     def run(self, server: TritonServer, seconds: float) -> tuple[int, int]:
@@ -95,10 +100,10 @@ class Soak:
                 self._is_up.clear()
                 killed_ns = time.monotonic_ns()
                 os.kill(stub_of(server.pid, MODEL), signal.SIGKILL)
-                _wait_for_end(server)
+                wait_for_end(server)
                 server.start()
-                self.begin_life(server)
                 back_ns = time.monotonic_ns()
+                self.begin_life(server)
                 self._wait(0.5 * seconds, "after the model was killed")
         finally:
             self._stop.set()
@@ -129,7 +134,17 @@ class Soak:
         print(f"\r{what}: {seconds:.0f} s{' ' * 30}", file=sys.stderr)
 
 
-def _wait_for_end(server: TritonServer) -> None:
+def fill(server: Server) -> int:
+    """Use every slot to its end, since a KV cache takes memory when it is first written: how many
+    requests that took. Hardly any token is the end token at this temperature.
+    """
+    options = {"max_tokens": FILLING_TOKENS, "temperature": 2.0}
+    server.client.measure([FILLING_PROMPT] * SLOTS, concurrency=SLOTS, **options)
+    return SLOTS
+
+
+def wait_for_end(server: TritonServer) -> None:
+    """Return when the server has ended by itself, stopped and ready to start again."""
     until = time.monotonic() + BACK_S
     while time.monotonic() < until:
         try:
@@ -239,7 +254,7 @@ def _counted(life: Life, page: str) -> Iterator[Check]:
         (
             "answered or cancelled",
             server["stop"] + server["length"] + server["cancelled"],
-            client["answered"] + client["cancelled"],
+            client["answered"] + client["cancelled"] + life.filled,
         ),
         ("refused", server["refused"], client["refused"]),
         (

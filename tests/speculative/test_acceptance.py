@@ -16,7 +16,14 @@ from tests.support.accept_rules import BROKEN_RULES, Reject, Rows
 from tests.support.runtimes import make_request
 from toolkit.errors import RequestError
 from toolkit.interfaces import Sampling
-from toolkit.speculative.acceptance import choose_rule, match, reject
+from toolkit.speculative.acceptance import (
+    Coupled,
+    Rejection,
+    SampleMatch,
+    choose_rule,
+    match,
+    reject,
+)
 from toolkit.speculative.sampling import Penalties, draw, weights
 
 VOCAB = 4
@@ -241,3 +248,26 @@ def test_the_rule_follows_from_temperature_requested_rule_and_seed() -> None:
     )
     with pytest.raises(RequestError, match="known: auto"):
         choose_rule(make_request(temperature=1.0, acceptance="greedy"), "auto")
+
+
+@pytest.mark.parametrize("rule", [Rejection, Coupled, SampleMatch])
+def test_what_a_probe_sees_is_on_average_what_the_rule_accepts(rule: type[Rejection]) -> None:
+    """Over the tokens that the target writes: the sum of min(draft, target), or for SampleMatch of
+    their product.
+    """
+    sampling = Sampling(temperature=0.7, seed=1)
+    generator = np.random.default_rng(4)
+    target, draft = generator.normal(size=(2, 1, 12))
+    target_probs, draft_probs = (
+        (rows := weights(logits, sampling)) / rows.sum() for logits in (target, draft)
+    )
+    judge = rule(sampling, 12)
+    seen = sum(
+        float(target_probs[0, token])
+        * judge.acceptable(draft, [token], judge.chances(target, [token]))[0]
+        for token in range(12)
+    )
+    accepted = np.minimum(target_probs, draft_probs)
+    if rule is SampleMatch:
+        accepted = target_probs * draft_probs
+    assert seen == pytest.approx(float(accepted.sum()))

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tests.support.runtimes import CODEC
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, TokenEvent
-from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
+from toolkit.speculative.adaptive import AdaptiveSettings, Controller
+from toolkit.speculative.bls_loop import Adaptive, DraftFailed, Drafts, Part, Rounds, Settings
+from toolkit.speculative.call_costs import CallCosts
 
 PROMPT = tuple(CODEC.encode("ab"))
 END = 257
@@ -76,6 +78,7 @@ def serve(
 ) -> tuple[list[TokenEvent], Rounds]:
     cancelled = fields.pop("cancelled", lambda: False)
     clock = fields.pop("clock", lambda: 0)
+    adaptive = fields.pop("adaptive", None)
     settings_fields = {
         "max_tokens": 12,
         "draft_len": 3,
@@ -89,6 +92,7 @@ def serve(
         CODEC.stream(PROMPT, stop),
         cancelled=cancelled,
         clock=clock,
+        adaptive=adaptive,
     )
     return list(rounds), rounds
 
@@ -209,3 +213,120 @@ def test_running_statistics_grow_from_event_to_event(draft_len: int) -> None:
     without, _ = serve(Scripted(target, target), draft_len=draft_len)
     assert [event.stats for event in without[:-1]] == [None] * (len(without) - 1)
     assert stats(without) == stats(events)
+
+
+# Adaptive draft lengths.
+
+
+class Timed(Scripted):
+    """A call of the draft takes draft_ns per token, one of the target target_ns, and a plain token
+    target_ns, too.
+    """
+
+    def __init__(self, *args: Any, draft_ns: int = 10, target_ns: int = 100, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.draft_ns, self.target_ns, self.now = draft_ns, target_ns, 0
+        self.rounds: list[int] = []  # draft tokens asked for; 0: a plain call
+        self.last: RequestStats | None = None
+
+    def clock(self) -> int:
+        return self.now
+
+    def draft(self, ids: Sequence[int], count: int) -> Drafts:
+        self.now += self.draft_ns * count
+        self.rounds.append(count)
+        return super().draft(ids, count)
+
+    def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
+        self.now += self.target_ns
+        return super().verify(ids, drafts)
+
+    def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
+        self.rounds.append(0)
+        for part in super().plain(ids, count):
+            self.now += self.target_ns * len(part.ids)
+            yield part
+
+
+def adaptive_of(max_draft_len: int = 3) -> Adaptive:
+    costs = CallCosts(max_draft_len)
+    return Adaptive(Controller(AdaptiveSettings(), costs, max_draft_len), costs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.lists(st.sampled_from([97, 98, 99]), min_size=90, max_size=90),
+    right=st.lists(st.booleans(), min_size=90, max_size=90),
+    draft_ns=st.sampled_from([0, 30, 90, 1000]),
+    max_tokens=st.integers(1, 80),
+    end=st.one_of(st.none(), st.integers(0, 79)),
+    hides_end=st.booleans(),
+)
+def test_adaptive_lengths_change_nothing(
+    text: list[int],
+    right: list[bool],
+    draft_ns: int,
+    max_tokens: int,
+    end: int | None,
+    hides_end: bool,
+) -> None:
+    if end is not None:
+        text = [*text[:end], END, *text[end + 1 :]]
+    drafts = [token if good else 100 for token, good in zip(text, right, strict=True)]
+    adaptive = adaptive_of()
+    plain, _ = serve(
+        Scripted(text, drafts, hides_end=hides_end), draft_len=0, max_tokens=max_tokens
+    )
+    for _ in range(4):  # the first ones measure what lengths cost
+        engines = Timed(text, drafts, hides_end=hides_end, draft_ns=draft_ns)
+        events, _ = serve(engines, max_tokens=max_tokens, clock=engines.clock, adaptive=adaptive)
+        assert summary(events) == summary(plain)
+        steps = stats(events).steps_by_reason
+        assert sum(steps.values()) == stats(events).verify_steps
+
+
+def learned(text: Sequence[int], drafts: Sequence[int], **times: int) -> Timed:
+    """After a few requests that were drafted perfectly, one with these drafts."""
+    adaptive = adaptive_of()
+    for each in (text, text, text, drafts):
+        engines = Timed(text, each, **times)
+        events, _ = serve(engines, max_tokens=len(text), clock=engines.clock, adaptive=adaptive)
+        engines.last = stats(events)
+    return engines
+
+
+TEXT = [97 + place % 3 for place in range(200)]
+WRONG = [100] * 200
+
+
+def test_drafts_that_pay_are_asked_for_in_full() -> None:
+    engines = learned(TEXT, TEXT)
+    assert set(engines.rounds[:-2]) == {3}
+
+
+def test_drafts_that_are_never_right_are_not_asked_for_but_probed() -> None:
+    engines = learned(TEXT, WRONG)
+    figures = engines.last
+    assert figures is not None
+    assert figures.drafted < 60
+    assert figures.draft_probes >= 1
+    assert figures.steps_by_reason["acceptance"] > 150
+    assert figures.steps_by_reason["probe"] == figures.draft_probes
+
+
+def test_drafts_that_become_right_are_asked_for_again() -> None:
+    engines = learned(TEXT, [*WRONG[:80], *TEXT[80:]])
+    assert 0 in engines.rounds
+    assert engines.rounds[-8:-2] == [3] * 6
+
+
+def test_a_draft_that_costs_more_than_it_can_save_is_off_for_the_load() -> None:
+    engines = learned(TEXT, TEXT, draft_ns=1000)
+    figures = engines.last
+    assert figures is not None
+    assert figures.steps_by_reason["load"] > 190
+
+
+def test_a_draft_that_fails_says_so_in_the_steps_after_it() -> None:
+    events, _ = serve(Scripted(TEXT, TEXT, fails_after=2), max_tokens=40, on_draft_failure="plain")
+    assert list(stats(events).steps_by_reason) == ["fixed", "draft failed"]

@@ -71,6 +71,7 @@ def test_overload_is_refused_and_passes() -> None:
         runtime.submit(make_request(request_id="5"), lambda event: None)
     runtime.step()
     assert (runtime.counters().active, runtime.counters().queued) == (2, 3)
+    assert len(runtime.active_ids()) == 2
     while runtime.step():
         pass
     assert [outcome.finish_reason for outcome in outcomes] == ["length"] * 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,59 @@ def test_weights_are_those_of_the_definition(
     )
 
 
-def test_a_nucleus_larger_than_the_candidates_is_found_by_the_full_sort() -> None:
-    logits = np.random.default_rng(1).normal(scale=0.1, size=(2, 5000))
-    sampling = Sampling(temperature=1.0, top_p=0.9)
-    actual = weights(logits, sampling)
-    assert (actual > 0).sum() > 5000
-    np.testing.assert_array_equal(actual > 0, reference(logits, sampling) > 0)
+def by_full_sort(logits: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray[Any, Any]:
+    """The filters in the order of their words, on every row sorted whole."""
+    out = logits - logits.max(axis=-1, keepdims=True)
+    out = np.exp(out / out.dtype.type(sampling.temperature))
+    for row in out:
+        falling = np.sort(row)[::-1][: sampling.top_k or None]
+        total = (falling if sampling.top_k else row).sum(dtype=np.float64)
+        last = (falling.cumsum(dtype=np.float64) < sampling.top_p * total).sum()
+        row[row < falling[min(last, len(falling) - 1)]] = 0
+    return out
+
+
+ROWS: dict[str, Callable[[np.random.Generator, int], np.ndarray[Any, Any]]] = {
+    "peaked": lambda rng, vocab: rng.normal(scale=6.0, size=vocab),
+    "wide": lambda rng, vocab: rng.normal(scale=2.0, size=vocab),
+    "flat": lambda rng, vocab: rng.normal(scale=0.1, size=vocab),
+    "full of ties": lambda rng, vocab: rng.normal(scale=2.0, size=vocab).round(1),
+    "two numbers": lambda rng, vocab: rng.choice([0.0, -1.0], size=vocab),
+    "one number": lambda rng, vocab: np.zeros(vocab),
+    "sorted": lambda rng, vocab: np.sort(rng.normal(size=vocab)),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("vocab", [1000, 32_003, 128_256])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(50, 1.0), (0, 0.9), (0, 0.9999), (50, 0.9), (300, 0.99), (5000, 0.95)]
+)
+def test_preselection_keeps_the_very_tokens_that_a_full_sort_keeps(
+    kind: str, vocab: int, dtype: type, top_k: int, top_p: float
+) -> None:
+    logits = ROWS[kind](np.random.default_rng(vocab), vocab).astype(dtype)[None]
+    sampling = Sampling(temperature=0.8, top_k=top_k if top_k < vocab else 0, top_p=top_p)
+    np.testing.assert_array_equal(weights(logits, sampling), by_full_sort(logits, sampling))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_a_cut_that_rounding_decides_is_that_of_the_full_sort(share: float) -> None:
+    """The nucleus is full at the very edge between two numbers."""
+    logits = np.repeat(np.log([[1.0, 0.5, 0.25]]), [8192, 16_384, 32_768], axis=1)
+    edge = Sampling(temperature=1.0, top_p=8192 / (3 * 8192) + (0.5 - share) * 4 / 3)
+    np.testing.assert_array_equal(weights(logits, edge), by_full_sort(logits, edge))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (0, 0.9), (50, 0.9)])
+def test_rows_that_are_no_numbers_reach_the_draw_that_refuses_them(
+    top_k: int, top_p: float
+) -> None:
+    logits = np.zeros((1, 32_000))
+    logits[0, 7] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        draw(weights(logits, Sampling(temperature=1.0, top_k=top_k, top_p=top_p))[0], 0.5)
 
 
 def test_a_tiny_temperature_leaves_the_best_token_without_a_warning() -> None:

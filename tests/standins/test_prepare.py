@@ -12,6 +12,7 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import TorchEngineConfig
 from toolkit.pairing.tokenizers import prove_pair
 from toolkit.pipeline.hashing import DigestMemo
+from toolkit.pipeline.texts import read_texts
 from toolkit.standins.prepare import Rehearsal, prepare
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -126,3 +127,25 @@ def test_another_accept_rule_than_the_real_one_is_listed(
 def test_every_rank_of_a_pipeline_has_a_layer(tmp_path: Path) -> None:
     config = load_config(CONFIGS / "llama70b-engine.yaml", ["engine.pp_size=4"])
     assert read_shape(prepare(config, tmp_path).requested.target.checkpoint).num_layers == 4
+
+
+def test_conversations_are_written_out_since_the_stand_ins_have_no_template(
+    tmp_path: Path,
+) -> None:
+    """The YAML names a hub id that is not fetched, so the contents alone are written."""
+    messages = Path(__file__).parents[1] / "data" / "messages.jsonl"
+    text = (CONFIGS / "qwen3-32b.yaml").read_text()
+    for name in ("calib", "heldout", "prompts"):
+        text = text.replace(f"quickstart/data/{name}.jsonl", str(messages))
+    (tmp_path / "a.yaml").write_text(text)
+    prepared = prepare(load_config(tmp_path / "a.yaml", texts=False), tmp_path / "made")
+    calibration = prepared.requested.calibration
+    assert calibration is not None
+    lines = read_texts(calibration.dataset, "text")
+    assert lines[1] == "Answer in one word.\nWhich month follows May?\nJune."
+    assert read_texts(prepared.requested.validation.prompts, "prompt")[0] == "What is a queue?"
+    assert any(
+        line == "calibration.dataset messages.jsonl: its first 4 texts, with the conversations"
+        " written out"
+        for line in prepared.replaced
+    )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
+from tests.support.open_loop import load_run
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.records.advice import (
     Advice,
@@ -30,7 +31,15 @@ from toolkit.records.build import (
     QuantizationQuality,
     StageCost,
 )
-from toolkit.records.measured import Acceptance, Interval, Latency, Ratio, TooFew
+from toolkit.records.measured import (
+    Acceptance,
+    AcceptanceSlice,
+    AcceptanceWindow,
+    Interval,
+    Latency,
+    Ratio,
+    TooFew,
+)
 from toolkit.records.plan import MemoryItem, StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.validate.stage import Origin, References, Served, validate
@@ -278,6 +287,33 @@ def advised_report(failing: ValidationReport) -> ValidationReport:
         60,
         0.95,
     )
+    windows = tuple(
+        AcceptanceWindow(
+            20.0 * number,
+            20.0 * (number + 1),
+            90,
+            0.6 - 0.02 * number,
+            2.8 - 0.1 * number,
+            tuple((0.85 - 0.02 * number) ** position for position in range(1, 5)),
+        )
+        for number in range(6)
+    )
+    of_domains = tuple(
+        AcceptanceSlice("domain", 10, 60, 30, 0.5, length, name, (0.8, 0.6, 0.4, 0.3))
+        for name, length in (
+            ("chat <b>", 2.1),
+            ("code", 3.4),
+            ("a very long name of a domain", 1.4),
+        )
+    )
+    of_lengths = tuple(
+        AcceptanceSlice("prompt_tokens", least, most, 60, 0.5, length, "", (0.8, 0.6, 0.4, 0.3))
+        for least, most, length in ((8, 120, 2.9), (140, 400, 2.5))
+    )
+    load = load_run()
+    assert load.point is not None
+    plain, speculative = load.point.arms
+    deployed = replace(speculative, acceptance_over_time=windows)
     crossover = Crossover(4, 8, 5.3, "faster up to 4 at a time, slower from 8 on")
     return replace(
         failing,
@@ -285,6 +321,9 @@ def advised_report(failing: ValidationReport) -> ValidationReport:
         grid=grid,
         loads=points,
         crossover=crossover,
+        load=replace(load, point=replace(load.point, arms=(plain, deployed))),
+        acceptance_over_time=windows[:4],
+        acceptance_slices=(*of_lengths, *of_domains),
         memory=memory,
         stages=stages,
     )

@@ -75,6 +75,7 @@ class RuntimeEndpoint:
             verify_steps=stats.verify_steps,
             drafted_by_position=stats.drafted_by_position,
             accepted_by_position=stats.accepted_by_position,
+            steps_by_reason=dict(stats.steps_by_reason),
         )
         text, ids = outcome.text, tuple(outcome.ids)
         return RequestTiming(

@@ -5,6 +5,7 @@ and wrappers that misbehave.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,6 +79,26 @@ class TableEngine:
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
+
+
+class PackingTableEngine(TableEngine):
+    """A TableEngine that takes rows of their own lengths. packed: the lengths of each forward."""
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        super().__init__(seed, **settings)
+        self.packed: list[tuple[int, ...]] = []
+
+    def forward_rows(
+        self, slots: Sequence[int], rows: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        self.packed.append(tuple(map(len, rows)))
+        parts = [
+            super(PackingTableEngine, self).forward([slot], torch.tensor([list(row)]))[
+                0, len(row) - count :
+            ]
+            for slot, row, count in zip(slots, rows, wanted, strict=True)
+        ]
+        return torch.cat(parts)
 
 
 class ForgetfulRewind(TableEngine):

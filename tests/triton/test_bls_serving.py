@@ -22,7 +22,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import np_to_triton_dtype
 
-from tests.support.serving import MAX_DRAFT_LEN, MAX_INPUT_LEN, MAX_SEQ_LEN
+from tests.support.serving import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_INPUT_LEN, MAX_SEQ_LEN
 from toolkit.client import Client, Options, RequestRefused
 from toolkit.triton.process.server import TritonServer
 
@@ -398,6 +398,26 @@ def test_leaving_a_stream_frees_its_room(client: Client, tiny_bls_server: Triton
     assert client.generate(PROMPTS[0], max_tokens=2).token_ids
 
 
+def test_adaptive_lengths_give_the_same_texts_and_say_why(
+    tiny_bls_server: TritonServer, client: Client
+) -> None:
+    """The first requests measure what lengths cost; the random pair's drafts are rarely right."""
+    reasons: dict[str, int] = {}
+    with variant(tiny_bls_server, "adaptive") as adaptive:
+        for _ in range(2):
+            for prompt, options in itertools.product(("abc", "def f(x)", "xyxyxy"), CASES):
+                adapted = adaptive.generate(prompt, options)
+                assert adapted.token_ids == client.generate(prompt, options).token_ids
+                steps = adapted.statistics.steps_by_reason or {}
+                assert sum(steps.values()) == adapted.statistics.verify_steps
+                for reason, count in steps.items():
+                    reasons[reason] = reasons.get(reason, 0) + count
+        long = adaptive.generate(PROMPTS[0] + PROMPTS[1], max_tokens=20).statistics
+    assert {"measuring", "request", "fixed"} <= set(reasons)
+    assert set(reasons) & {"pays", "acceptance", "load"}
+    assert (set(long.steps_by_reason or {}), long.drafted) == ({"prompt length"}, 0)
+
+
 def test_rounds_with_their_own_seeds_are_repeatable(tiny_bls_server: TritonServer) -> None:
     """For backends that restart their random numbers with every call."""
     with variant(tiny_bls_server, "seeds_by_call") as by_call:
@@ -432,6 +452,26 @@ def test_a_missing_draft_is_an_error_or_leaves_the_request_to_the_target(
         {"text_input": PROMPTS[9], "max_tokens": 12},
     )
     assert "the model 'nowhere'" in json.loads(text)["draft_failure"]
+
+
+def test_a_draft_that_failed_is_left_alone_for_a_while(tiny_bls_server: TritonServer) -> None:
+    with variant(tiny_bls_server, "lost_draft_plain") as lenient:
+        failures = [
+            lenient.generate(PROMPTS[9], max_tokens=4).statistics.draft_failure
+            for _ in range(2 * MAX_BATCH_SIZE)
+        ]
+    assert all("the model 'nowhere'" in (failure or "") for failure in failures)
+    assert any("the draft failed less than 10 s ago" in (failure or "") for failure in failures)
+
+
+def test_the_draft_gives_up_before_the_request_does(tiny_bls_server: TritonServer) -> None:
+    def timeout_s(model: str) -> float:
+        url = f"http://{tiny_bls_server.http_url}/v2/models/{model}/config"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            parameters = json.loads(answer.read())["parameters"]
+        return float(parameters["request_timeout_s"]["string_value"])
+
+    assert timeout_s("tensorrt_llm_draft") == timeout_s("tensorrt_llm") / 4 == 15.0
 
 
 def test_a_dead_draft_is_an_error_or_leaves_the_request_to_the_target(

@@ -52,15 +52,20 @@ def endless(client: Client) -> str:
     raise AssertionError("every prompt of the random model ends early")
 
 
+def page(server: TritonServer) -> str:
+    text: str = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
+    return text
+
+
 def metrics(server: TritonServer) -> dict[str, float]:
-    """'name' or 'name:outcome' -> value, of our own metrics."""
-    text = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
+    """'name' or 'name:label' -> value, of our own metrics."""
+    text = page(server)
     lines = re.findall(
-        r'^(toolkit_\w+)\{model="tensorrt_llm"(?:,outcome="(\w+)")?\} (\S+)$', text, re.MULTILINE
+        r'^(toolkit_\w+)\{model="tensorrt_llm"(?:,(?:outcome|reason)="([\w ]+)")?\} (\S+)$',
+        text,
+        re.MULTILINE,
     )
-    return {
-        f"{name}:{outcome}" if outcome else name: float(value) for name, outcome, value in lines
-    }
+    return {f"{name}:{label}" if label else name: float(value) for name, label, value in lines}
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
@@ -139,6 +144,7 @@ def test_speculation_does_not_change_greedy_text_and_reports_itself(
         assert sum(figures.accepted_by_position) == figures.accepted
         assert figures.verify_steps is not None
         assert figures.accepted is not None
+        assert figures.steps_by_reason == {"request": figures.verify_steps}
         assert 60 - 1 <= figures.verify_steps + figures.accepted <= 60 + draft_len
 
 
@@ -209,12 +215,23 @@ def test_metrics_add_up_to_the_statistics_of_the_requests(
     with pytest.raises(RequestRefused):
         client.generate("x", max_tokens=0)
     after = settled(tiny_server)
-    names = {f"{spec.name}_count" if spec.buckets else spec.name for spec in METRICS}
+    names = {spec.samples[-1] for spec in METRICS}
     assert names <= {name.split(":")[0] for name in after}
     for name, requests in (("ttft", 5), ("tpot", sum(one.output_tokens > 1 for one in done))):
         count, total = (f"toolkit_{name}_seconds_{part}" for part in ("count", "sum"))
         assert after[count] - before[count] == requests
         assert after[total] > before[total]
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grown("toolkit_queue_seconds_count") == 5
+    assert 0 <= grown("toolkit_queue_seconds_sum") <= grown("toolkit_ttft_seconds_sum")
+    # A step gives its accepted tokens and one more.
+    assert grown("toolkit_tokens_per_step_count") == grown("toolkit_verify_steps")
+    assert grown("toolkit_tokens_per_step_sum") == (
+        grown("toolkit_verify_steps") + grown("toolkit_accepted_draft_tokens")
+    )
     for metric, field in (
         ("toolkit_draft_tokens", "drafted"),
         ("toolkit_accepted_draft_tokens", "accepted"),
@@ -224,7 +241,46 @@ def test_metrics_add_up_to_the_statistics_of_the_requests(
         assert after[metric] - before[metric] == sum(
             getattr(statistics, field) for statistics in done
         ), metric
+    assert {reason for one in done for reason in one.steps_by_reason or {}} == {"fixed"}
+    fixed = "toolkit_draft_len_steps:fixed"
+    assert after[fixed] - before.get(fixed, 0) == sum(one.verify_steps or 0 for one in done)
     assert after["toolkit_requests:refused"] - before.get("toolkit_requests:refused", 0) == 1
+
+
+def test_a_stream_fills_the_histograms_of_gaps_by_token(
+    client: Client, tiny_server: TritonServer
+) -> None:
+    before = settled(tiny_server)
+    chunks = list(client.stream(PROMPTS[0], max_tokens=20))
+    after = settled(tiny_server)
+    tokens = [len(chunk.token_ids) for chunk in chunks]
+    assert len(tokens) > 1
+    counts = {
+        name: after[f"toolkit_{name}_seconds_count"] - before[f"toolkit_{name}_seconds_count"]
+        for name in ("itl", "icl")
+    }
+    assert counts == {"itl": sum(tokens[1:]), "icl": len(tokens) - 1}
+    sums = [
+        after[f"toolkit_{name}_seconds_sum"] - before[f"toolkit_{name}_seconds_sum"]
+        for name in ("itl", "icl")
+    ]
+    # Both share out the same time.
+    assert sums[0] == pytest.approx(sums[1]) and sums[0] > 0
+    buckets = [
+        {
+            label: float(value)
+            for label, value in re.findall(
+                rf'^toolkit_{name}_seconds_bucket\{{.*le="([^"]+)".*\}} (\S+)$',
+                page(tiny_server),
+                re.M,
+            )
+        }
+        for name in ("itl", "icl", "ttft")  # ttft is Triton's own histogram
+    ]
+    for name, by_limit in zip(("itl", "icl", "ttft"), buckets, strict=True):
+        counted = [by_limit[label] for label in sorted(by_limit, key=float)]
+        assert counted == sorted(counted) and len(counted) in (14, 16)
+        assert by_limit["+Inf"] == after[f"toolkit_{name}_seconds_count"]
 
 
 @pytest.mark.parametrize(

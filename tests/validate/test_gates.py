@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from toolkit.bench import metrics
 from toolkit.bench.gate import make_gate
+from toolkit.bench.proportions import clopper_pearson
 from toolkit.bench.verdict import outcome, verdict
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records.build import QuantizationQuality
@@ -23,7 +24,6 @@ from toolkit.validate.gates import (
     ratio_gates,
     speedup_gate,
 )
-from toolkit.validate.proportions import clopper_pearson
 
 
 def parity(prompts: int, near_ties: int) -> Parity:

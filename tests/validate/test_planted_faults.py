@@ -36,6 +36,8 @@ from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report
 from toolkit.speculative.acceptance import RULES, Greedy
+from toolkit.speculative.adaptive import AdaptiveSettings
+from toolkit.speculative.costs import StepCosts
 from toolkit.speculative.drafters import ModelDrafter
 from toolkit.speculative.request_state import Sequence as Running
 from toolkit.speculative.sampling import Floats
@@ -108,6 +110,19 @@ def named(report: ValidationReport) -> list[str]:
 
 def outcomes(report: ValidationReport) -> dict[str, str]:
     return {gate.name: gate.outcome for gate in report.gates}
+
+
+def test_lengths_that_adapt_do_not_look_like_a_draft_that_loses_tokens(tmp_path: Path) -> None:
+    """Where nothing was drafted, nothing was lost: the draft is judged by texts that state their
+    length.
+    """
+    rows = [1000.0] * 9
+    costs = StepCosts([[0.0] * 9, *([rows] * 4)], [400.0] * 9, 10.0)
+    fixed, _ = judged(tmp_path)
+    adaptive, _ = judged(tmp_path, adaptive=AdaptiveSettings(probe_every_tokens=8), costs=costs)
+    assert named(adaptive) == named(fixed) == []
+    assert adaptive.draft_check == fixed.draft_check
+    assert adaptive.verdict == fixed.verdict
 
 
 def test_a_sound_runtime_is_identical_everywhere_and_nothing_is_named(tmp_path: Path) -> None:

@@ -68,11 +68,11 @@ def one_too_far(engine: EmbeddedEngine) -> None:
         tokens: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
+        starts: torch.Tensor,
         columns: torch.Tensor,
     ) -> torch.Tensor:
-        return run(
-            tokens, slots, lengths + int(tokens.shape[1] > 1 and bool(lengths.all())), columns
-        )
+        is_verify = len(tokens) > len(slots) and bool(lengths.all())
+        return run(tokens, slots, lengths + int(is_verify), starts, columns)
 
     engine._run = shifted
 

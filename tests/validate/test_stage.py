@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
+from tests.support.open_loop import load_run
 from toolkit.bench.gate import make_gate
 from toolkit.bench.runner import crossover
 from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
-from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
+from toolkit.config.schema import (
+    DistributionGates,
+    LatencyGates,
+    LoadGates,
+    ParityGates,
+    ValidationConfig,
+)
 from toolkit.errors import StageError, UsageError
 from toolkit.records.bench import BenchPoint, BenchRun
 from toolkit.records.build import Quality, QuantizationQuality
@@ -47,9 +54,12 @@ def run(
     *,
     max_draft_len: int = 4,
     sweep: Any = None,
+    load: Any = None,
+    load_gates: dict[str, Any] | None = None,
     **config: Any,
 ) -> ValidationReport:
     asked: dict[str, Any] = {
+        "load": None if load_gates is None else LoadGates(**load_gates),
         "max_tokens": 8,
         "rounds": 1,
         "max_rounds": 2,
@@ -60,7 +70,7 @@ def run(
         **config,
     }
     return validate(
-        Served(endpoint, max_draft_len, counters=endpoint.counters, sweep=sweep),
+        Served(endpoint, max_draft_len, counters=endpoint.counters, sweep=sweep, load=load),
         ValidationConfig(prompts=prompts_file, **asked),
         References(endpoint.reference),
         Origin("tiny", QUALITY, {}, {"python": "3"}),
@@ -404,6 +414,36 @@ def test_a_sweep_stands_in_the_report_and_its_failures_in_the_verdict(prompts_fi
         ScriptedEndpoint(), prompts_file, latency=limits, sweep=partial(swept, failed=True)
     )
     assert broken.verdict == "FAIL"
+
+
+def test_an_open_loop_stands_in_the_report_and_its_limits_in_the_verdict(
+    prompts_file: Path,
+) -> None:
+    """The search begins where one request follows another."""
+    starts: list[float] = []
+
+    def load(limits: LoadGates, start_rate: float) -> Any:
+        starts.append(start_rate)
+        return load_run(plain_ms=70.0), None
+
+    limits: dict[str, Any] = {"rate": 8.0, "goodput": {"ttft": 400.0, "e2e": 600.0}}
+    report = run(ScriptedEndpoint(), prompts_file, load=load, load_gates=limits)
+    assert report.load is not None and report.load.rate == 8.0
+    assert gate(report, "goodput_share@8/s").outcome == "PASS"
+    assert report.verdict == "PASS" and not any("validation.load" in note for note in notes(report))
+    assert from_json(ValidationReport, to_json(report)) == report
+    assert report.arms.speculative is not None
+    e2e = report.arms.speculative.latencies["e2e"]
+    assert e2e.mean is not None and starts == [pytest.approx(1000 / e2e.mean)]
+    limits["max_e2e_p99_ms"] = 60.0
+    slow = run(ScriptedEndpoint(), prompts_file, load=load, load_gates=limits)
+    assert slow.verdict == "FAIL" and gate(slow, "e2e_p99@8/s").outcome == "FAIL"
+    assert any("validation.load.max_e2e_p99_ms" in step for step in next_steps(slow))
+
+
+def test_an_open_loop_that_cannot_be_run_is_not_left_out_in_silence(prompts_file: Path) -> None:
+    with pytest.raises(UsageError, match=r"validation\.load is set, and nothing here"):
+        run(ScriptedEndpoint(), prompts_file, load_gates={"rate": 8.0})
 
 
 def test_a_sweep_that_cannot_be_made_is_not_left_out_in_silence(prompts_file: Path) -> None:

@@ -9,7 +9,12 @@ import pytest
 
 from tests.support.deployments import config_of
 from toolkit.errors import UsageError
-from toolkit.workflows.bench import check_measurable, plain_for_bench, unmeasured_plain
+from toolkit.workflows.bench import (
+    chat_folder,
+    check_measurable,
+    plain_for_bench,
+    unmeasured_plain,
+)
 
 PLAIN: dict[str, Any] = {"draft": None, "speculation__kind": "none"}
 
@@ -65,3 +70,14 @@ def test_a_second_server_needs_memory_and_is_refused_where_it_was_asked_for(
         plain_for_bench(config, tmp_path, speculates=True, against_plain=True)
     assert "no memory for one" in unmeasured_plain(config)
     assert "takes a restart" in unmeasured_plain(config_of("pytorch"))
+
+
+def test_messages_are_written_by_the_targets_template(tmp_path: Path) -> None:
+    config = config_of("torch")
+    target = config.target.model_copy(update={"checkpoint": tmp_path})
+    assert chat_folder(config.model_copy(update={"target": target})) == tmp_path
+
+    nowhere = Path("nobody-has-this/model")
+    target = config.target.model_copy(update={"checkpoint": nowhere})
+    assert target.hub_id == "nobody-has-this/model"
+    assert chat_folder(config.model_copy(update={"target": target})) == nowhere

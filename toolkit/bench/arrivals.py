@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.bench.prompts import Prompt, name_of, numbered
 from toolkit.bench.timerfd import Alarm
 from toolkit.bench.transports import Exchange, Transport, too_many_files
 from toolkit.errors import UsageError
@@ -87,21 +88,21 @@ def read_trace(path: Path) -> tuple[int, ...]:
     return tuple(round((at - seconds[0]) * NS_PER_S) for at in seconds)
 
 
-def uniquely(prompts: Sequence[str], count: int) -> list[str]:
+def uniquely(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """`count` prompts, all different, since a server may answer a known prompt from its cache.
 
     The prompts are taken in turn. From the second use on, a prompt gets a number in front, which
     changes every prefix of it.
     """
     seen: set[str] = set()
-    unique: list[str] = []
+    unique: list[Prompt] = []
     for i in range(count):
         prompt = fresh = prompts[i % len(prompts)]
         use = i // len(prompts)
-        while fresh in seen:
+        while name_of(fresh) in seen:
             use += 1
-            fresh = f"{use}. {prompt}"
-        seen.add(fresh)
+            fresh = numbered(prompt, use)
+        seen.add(name_of(fresh))
         unique.append(fresh)
     return unique
 

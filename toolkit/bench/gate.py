@@ -46,7 +46,9 @@ def make_gate(
 
 
 def gate_name(metric: str, scope: Scope) -> str:
-    """The name in report.json and on the command line: ttft_p90, speedup_sampled, errors@4."""
+    """The name in report.json and on the command line: ttft_p90, speedup_sampled, errors@4,
+    e2e_p99@2.5/s.
+    """
     name = NAMES.get(metric, metric)
     if scope.reference is not None:
         name = f"agreement_{scope.reference}"
@@ -57,8 +59,9 @@ def gate_name(metric: str, scope: Scope) -> str:
         name += "_sampled"
     if scope.arm is not None:
         return f"{name} {scope.arm}@{load_name(scope.concurrency, scope.rate)}"
-    load = scope.rate if scope.concurrency is None else scope.concurrency
-    return name if load is None else f"{name}@{load:g}"
+    if scope.concurrency is None and scope.rate is None:
+        return name
+    return f"{name}@{load_name(scope.concurrency, scope.rate)}"
 
 
 def load_name(concurrency: int | None, rate: float | None) -> str:

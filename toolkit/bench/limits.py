@@ -43,10 +43,13 @@ MEASURABLE: tuple[tuple[str, Scope], ...] = (
     *((name, Scope(percentile=q)) for name, q in LATENCY_PERCENTILES.values()),
     *((name, Scope(percentile=q, over="first_arm")) for name, q in LATENCY_PERCENTILES.values()),
     *((name, Scope()) for name in RATES),
+    ("goodput_share", Scope()),
     ("speed", Scope(over="first_arm")),
     ("errors", Scope()),
 )
 BY_NAME = {gate_name(metric, scope): (metric, scope) for metric, scope in MEASURABLE}
+NO_LATENCY_LIMITS = "no latency limits are stated"
+STATE_LATENCY_LIMITS = "State limits of latencies with --goodput."
 MORE_SAMPLES = "Raise --requests or --rounds."
 TOO_NOISY = "Too close to call: run on an idle machine, or raise --max-rounds or --requests."
 
@@ -139,6 +142,8 @@ def _judge(limit: Limit, point: BenchPoint) -> Gate:
         return _ratio(point, limit)
     if limit.scope.percentile is not None:
         return _latency(point.arms[-1], limit)
+    if limit.metric == "goodput_share":
+        return _goodput_share(point.arms[-1], limit)
     return _rate(point.arms[-1], limit)
 
 
@@ -199,9 +204,7 @@ def _rate(arm: BenchArm, limit: Limit) -> Gate:
     field = RATES[limit.metric]
     value = getattr(arm, field)
     if value is None and limit.metric == "goodput":
-        return _unmeasured(
-            limit, "no latency limits are stated", "State limits of latencies with --goodput."
-        )
+        return _unmeasured(limit, NO_LATENCY_LIMITS, STATE_LATENCY_LIMITS)
     if value is None and limit.metric in ("acceptance_rate", "acceptance_length"):
         return _unmeasured(
             limit,
@@ -229,6 +232,23 @@ def _rate(arm: BenchArm, limit: Limit) -> Gate:
     ends = f"{low:.{digits}f} to {high:.{digits}f}"
     detail = f"{value:.{digits}f}, {CONFIDENCE:.0%} interval {ends} over {len(rounds)} rounds"
     return _judged(limit, value, low, high, detail)
+
+
+def _goodput_share(arm: BenchArm, limit: Limit) -> Gate:
+    share = arm.goodput_share
+    if share is None:
+        return _unmeasured(limit, NO_LATENCY_LIMITS, STATE_LATENCY_LIMITS)
+    digits = decimals(
+        [100 * value for value in (share.estimate, share.low, share.high)],
+        100 * limit.limit,
+        least=1,
+    )
+    ends = f"{share.low:.{digits}%} to {share.high:.{digits}%}"
+    detail = (
+        f"{share.estimate:.{digits}%} of {arm.requests:,} requests, {CONFIDENCE:.0%} interval"
+        f" {ends}"
+    )
+    return _judged(limit, share.estimate, share.low, share.high, detail)
 
 
 def _ratio(point: BenchPoint, limit: Limit) -> Gate:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +20,7 @@ from toolkit.bench.definitions import LATENCIES, PERCENTILES
 from toolkit.records.measured import (
     Acceptance,
     AcceptanceSlice,
+    AcceptanceWindow,
     Arm,
     Interval,
     Latency,
@@ -43,13 +46,16 @@ if TYPE_CHECKING:
 __all__ = [
     "LATENCIES",
     "PERCENTILES",
+    "Delivery",
     "acceptance",
+    "acceptance_over_time",
     "acceptance_slices",
     "arm",
-    "delivered_late",
+    "delivery",
     "distinct_ngrams",
     "draft_counts",
     "goodput",
+    "is_within",
     "latencies",
     "latency",
     "latency_ratios",
@@ -61,12 +67,15 @@ __all__ = [
     "too_few_words",
 ]
 
+MOST_WINDOWS = 12  # of acceptance over time
+WINDOW_REQUESTS = 8  # fewer requests say little about a window
 PROMPT_LENGTHS = (0, 128, 512, 2048, 8192, 32768)  # where groups of prompts begin, in tokens
 
 Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
 Answers: TypeAlias = "Sequence[Sequence[RequestTiming | None]]"
 Samples: TypeAlias = list[tuple[float, int]]  # (milliseconds, weight) of one request
 NS_PER_MS = 1e6
+NS_PER_S = 1e9
 
 
 def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
@@ -231,17 +240,18 @@ def goodput(
     """
     if window_s <= 0:
         return 0.0
-    good = sum(request is not None and _meets(request, limits_ms) for request in requests)
-    return good / window_s
+    return sum(is_within(request, limits_ms) for request in requests) / window_s
 
 
-def _meets(request: RequestTiming, limits_ms: Mapping[str, float]) -> bool:
-    """Whether the request met every limit.
+def is_within(request: RequestTiming | None, limits_ms: Mapping[str, float]) -> bool:
+    """Whether the request met every limit; None is a request that failed.
 
     A limit of a gap holds for the largest gap, so that one stall is not averaged away. An answer of
     one token has no gap, so it meets such a limit. If the tokens were not counted, the gaps are
     unknown, and the limit is not met.
     """
+    if request is None:
+        return False
     for name, limit in limits_ms.items():
         values = [value for value, _ in _samples(name, request)]
         has_no_gap = name in ("tpot", "itl", "icl") and request.output_tokens == 1
@@ -300,19 +310,34 @@ def acceptance(
     )
 
 
-def acceptance_slices(requests: Iterable[RequestTiming]) -> tuple[AcceptanceSlice, ...]:
-    """Acceptance by the length of the prompt, and with and without a reused prefix where the server
-    tells. Only requests whose verify steps it counts; empty if there are none.
+def acceptance_slices(
+    requests: Iterable[RequestTiming], domain_of: Mapping[str, str] | None = None
+) -> tuple[AcceptanceSlice, ...]:
+    """Acceptance by the length of the prompt, by domain if there are several, and with and without
+    a reused prefix where the server tells. Only requests whose verify steps it counts; empty if
+    there are none.
+
+    domain_of: prompt -> its domain; prompts without one are left out.
     """
     told = [
-        request.statistics
+        (request.prompt, request.statistics)
         for request in requests
         if request.statistics.verify_steps and request.statistics.input_tokens is not None
     ]
+    statistics = [answer for _, answer in told]
     slices: list[AcceptanceSlice] = []
     for least, end in zip(PROMPT_LENGTHS, (*PROMPT_LENGTHS[1:], math.inf), strict=True):
-        slices += _slice("prompt_tokens", [one for one in told if least <= _length(one) < end])
-    known = [one for one in told if one.reused_blocks is not None]
+        slices += _slice(
+            "prompt_tokens", [one for one in statistics if least <= _length(one) < end]
+        )
+    by_domain: dict[str, list[Statistics]] = {}
+    for prompt, answer in told:
+        if domain := (domain_of or {}).get(prompt):
+            by_domain.setdefault(domain, []).append(answer)
+    if len(by_domain) > 1:
+        for domain, part in sorted(by_domain.items()):
+            slices += _slice("domain", part, domain)
+    known = [one for one in statistics if one.reused_blocks is not None]
     if any(one.reused_blocks for one in known):
         slices += _slice("new_prefix", [one for one in known if not one.reused_blocks])
         slices += _slice("reused_prefix", [one for one in known if one.reused_blocks])
@@ -320,14 +345,58 @@ def acceptance_slices(requests: Iterable[RequestTiming]) -> tuple[AcceptanceSlic
 
 
 def _slice(
-    of: Literal["prompt_tokens", "reused_prefix", "new_prefix"], part: Sequence[Statistics]
+    of: Literal["prompt_tokens", "reused_prefix", "new_prefix", "domain"],
+    part: Sequence[Statistics],
+    name: str = "",
 ) -> list[AcceptanceSlice]:
     if not part:
         return []
-    drafted, accepted, steps = draft_counts(part)
+    rate, acceptance_length, by_position = _acceptance_of(part)
     lengths = [_length(one) for one in part]
-    rate = accepted / drafted if drafted else None
-    return [AcceptanceSlice(of, min(lengths), max(lengths), len(part), rate, 1 + accepted / steps)]
+    return [
+        AcceptanceSlice(
+            of, min(lengths), max(lengths), len(part), rate, acceptance_length, name, by_position
+        )
+    ]
+
+
+def _acceptance_of(
+    part: Sequence[Statistics],
+) -> tuple[float | None, float | None, tuple[float | None, ...]]:
+    """(rate, length, joint rate at each position), from counts that are summed first."""
+    drafted, accepted, steps = draft_counts(part)
+    return (
+        accepted / drafted if drafted else None,
+        1 + accepted / steps if steps else None,
+        tuple(position.joint for position in _positions(part)),
+    )
+
+
+def acceptance_over_time(requests: Iterable[RequestTiming]) -> tuple[AcceptanceWindow, ...]:
+    """Acceptance in windows of equally many requests, in the order in which they were sent; empty
+    if the server counts no verify steps, or there are too few requests for two windows.
+
+    Windows of equal time would be empty while another arm has its turn.
+    """
+    told = sorted(
+        (request for request in requests if request.statistics.verify_steps is not None),
+        key=lambda request: request.sent_ns,
+    )
+    count = min(MOST_WINDOWS, len(told) // WINDOW_REQUESTS)
+    if count < 2 or not any(request.statistics.verify_steps for request in told):
+        return ()
+    first_ns = told[0].sent_ns
+    edges = [round(index * len(told) / count) for index in range(count + 1)]
+    parts = [told[begin:end] for begin, end in pairwise(edges)]
+    return tuple(
+        AcceptanceWindow(
+            (part[0].sent_ns - first_ns) / NS_PER_S,
+            (part[-1].sent_ns - first_ns) / NS_PER_S,
+            len(part),
+            *_acceptance_of([request.statistics for request in part]),
+        )
+        for part in parts
+    )
 
 
 def _length(statistics: Statistics) -> int:
@@ -425,14 +494,29 @@ def _alpha_that_accepts(accepted: float, block_len: float) -> float:
     return float(brentq(excess, 0.0, 1.0))
 
 
-def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tuple[int, int]:
-    """(requests whose first token reached the client late, requests that can be judged).
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How many requests' first tokens came late, of those that can be judged.
 
-    A first token is late if the client's time to first token exceeds the server's (from arrival to
-    first token, on the server's clock) by more than `share` of the whole request. Tokens that wait
-    between server and client arrive in bursts, which distorts TTFT, ITL and ICL.
+    late: the client's time to first token exceeds the server's (from arrival to first token, on the
+    server's clock) by more than a share of the whole request. The other two split it where client
+    and server have one clock: late_in, the request itself took longer than that share until the
+    server had it; late_out, the first token took longer than that from the server to the client.
+    Tokens that wait on the way out arrive in bursts, which distorts TTFT, ITL and ICL.
     """
-    late, judged = 0, 0
+
+    judged: int
+    late: int
+    same_clock: int  # of those judged
+    late_in: int
+    late_out: int
+
+
+def delivery(requests: Iterable[RequestTiming], share: float = 0.1) -> Delivery:
+    """Both machines count nanoseconds since they were started. Times that lie in the right order
+    between those of the client are of one clock: another one's would be off by minutes or days.
+    """
+    judged = late = same_clock = late_in = late_out = 0
     for request in requests:
         first_token_ns = request.statistics.first_token_ns
         arrival_ns = request.statistics.arrival_ns
@@ -443,9 +527,14 @@ def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tup
             and request.e2e_ns is not None
         ):
             judged += 1
-            delay_ns = request.ttft_ns - (first_token_ns - arrival_ns)
-            late += delay_ns > share * request.e2e_ns
-    return late, judged
+            limit_ns = share * request.e2e_ns
+            late += request.ttft_ns - (first_token_ns - arrival_ns) > limit_ns
+            first_received_ns = request.chunks[0][0]
+            if request.sent_ns <= arrival_ns <= first_token_ns <= first_received_ns:
+                same_clock += 1
+                late_in += arrival_ns - request.sent_ns > limit_ns
+                late_out += first_received_ns - first_token_ns > limit_ns
+    return Delivery(judged, late, same_clock, late_in, late_out)
 
 
 def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:

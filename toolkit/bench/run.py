@@ -24,6 +24,7 @@ from toolkit.interfaces import Progress
 from toolkit.words import WireProtocol
 
 if TYPE_CHECKING:
+    from toolkit.bench.prompts import Prompt
     from toolkit.bench.runner import Arm, Load, Plan
     from toolkit.bench.transports import Transport
     from toolkit.records.bench import BenchRun
@@ -31,13 +32,17 @@ if TYPE_CHECKING:
 __all__ = ["BenchOptions", "bench", "check", "sweep"]
 
 FILLED = 4  # the least number of requests in a sweep, per request in flight
+MAX_PROMPTS = 1_000_000  # of a file
 METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: HTTP or gRPC -> metrics
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """The options of `toolkit bench`. gates and goodput are text that has not been parsed yet.
-    alone: `Arm.alone` of the arms `baseline` and `served`, if these are servers of ours.
+
+    max_prompts: of the file, from its first. lead_in: as in `Load`. chat: the checkpoint whose
+    template writes messages for endpoints that take text. alone: `Arm.alone` of the arms
+    `baseline` and `served`, if these are servers of ours.
     """
 
     prompts: Path
@@ -61,6 +66,9 @@ class BenchOptions:
     metrics_url: str | None = None
     api_key: str | None = None
     seed: int = 0
+    chat: Path | None = None
+    lead_in: float = 0.0
+    max_prompts: int = MAX_PROMPTS
     alone: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
 
 
@@ -121,12 +129,13 @@ def sweep(
     protocol: WireProtocol = "triton-grpc",
     baseline: str | None = None,
     metrics_url: str | None = None,
+    chat: Path | None = None,
     alone: Mapping[str, Callable[[], AbstractContextManager[None]]] | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> BenchRun:
     """Measure a deployment at each concurrency, next to its own plain decoding if asked: 2 rounds,
     and a third if those are not precise enough. baseline: the URL of a second server that decodes
-    plainly. alone: as in BenchOptions.
+    plainly. chat, alone: as in BenchOptions.
     """
     options = BenchOptions(
         prompts=prompts,
@@ -142,6 +151,7 @@ def sweep(
         precision=0.1,
         metrics_url=metrics_url,
         seed=seed,
+        chat=chat,
         alone=alone or {},
     )
     return bench(url, options, progress=progress)
@@ -164,6 +174,8 @@ async def _bench(url: str, options: BenchOptions, plan: Plan, progress: Progress
                         api_key=options.api_key,
                     )
                 )
+        if any(transport.protocol != "openai-chat" for transport in transports):
+            _check_text(plan.prompts)
         return await run_bench(
             _with_counters(_arms(transports, options), url, options),
             plan,
@@ -179,10 +191,12 @@ async def _bench(url: str, options: BenchOptions, plan: Plan, progress: Progress
 
 def _plan(options: BenchOptions) -> Plan:
     from toolkit.bench.limits import parse_goodput, parse_limit
-    from toolkit.bench.prompts import read_prompts
+    from toolkit.bench.prompts import read_unwritten
     from toolkit.bench.runner import Plan
 
-    prompts = read_prompts(options.prompts, 1_000_000)
+    prompts = read_unwritten(options.prompts, options.max_prompts, options.chat)
+    if options.chat is not None or options.protocol not in ("auto", "openai-chat"):
+        _check_text(prompts)
     two = options.against_plain or options.baseline is not None
     if (
         options.rounds is not None
@@ -223,6 +237,14 @@ def _plan(options: BenchOptions) -> Plan:
     )
 
 
+def _check_text(prompts: Sequence[Prompt]) -> None:
+    """Raise UsageError for a prompt that cannot be sent as text."""
+    from toolkit.bench.prompts import text_of
+
+    for prompt in prompts:
+        text_of(prompt)
+
+
 def _loads(options: BenchOptions) -> tuple[Load, ...]:
     from toolkit.bench.arrivals import read_trace
     from toolkit.bench.runner import Load
@@ -245,7 +267,7 @@ def _loads(options: BenchOptions) -> tuple[Load, ...]:
         arrivals: Literal["constant", "poisson"] = "poisson"
         if options.arrivals == "constant":
             arrivals = "constant"
-        return (Load(rate=options.rate, arrivals=arrivals),)
+        return (Load(rate=options.rate, arrivals=arrivals, lead_in=options.lead_in),)
     return tuple(Load(concurrency=level) for level in options.concurrency or (1,))
 
 
@@ -260,7 +282,8 @@ def _arms(transports: list[Transport], options: BenchOptions) -> list[Arm]:
             for name, transport in zip(("baseline", "served"), transports, strict=True)
         ]
     if not options.against_plain:
-        return [Arm("served", transports[0], served)]
+        alone = options.alone.get("served", nullcontext)
+        return [Arm("served", transports[0], served, alone=alone)]
     plain = Options(
         max_tokens=options.max_tokens, temperature=options.temperature, num_draft_tokens=0
     )

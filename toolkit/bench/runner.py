@@ -34,6 +34,8 @@ from toolkit.bench.counters import (
 from toolkit.bench.definitions import METRICS
 from toolkit.bench.limits import Limit, judge, straddled
 from toolkit.bench.meter import Meter
+from toolkit.bench.prompts import Prompt, name_of
+from toolkit.bench.proportions import clopper_pearson
 from toolkit.bench.transports import BadAnswer, Exchange, Transport, read_exchange
 from toolkit.bench.verdict import verdict
 from toolkit.client import Options, RequestTiming, Statistics
@@ -47,8 +49,8 @@ from toolkit.records.bench import (
     BenchRun,
     Crossover,
 )
-from toolkit.records.measured import Acceptance, CounterCheck, Finding, Ratio
-from toolkit.resampling import bootstrap_ratio, bootstrap_unpaired_ratio
+from toolkit.records.measured import Acceptance, CounterCheck, Finding, Interval, Ratio
+from toolkit.resampling import bootstrap_ratio, bootstrap_ratio_of_sums, bootstrap_unpaired_ratio
 from toolkit.words import AcceptanceSource
 
 __all__ = [
@@ -63,8 +65,9 @@ __all__ = [
     "undecided_speed",
 ]
 
-SCHEMA_VERSION = 3
-READABLE_VERSIONS = (2, SCHEMA_VERSION)  # version 3 added where the acceptance is from, by round
+SCHEMA_VERSION = 4
+# Version 3 added where the acceptance is from, by round; version 4 the share within the limits.
+READABLE_VERSIONS = (2, 3, SCHEMA_VERSION)
 # Requests in a block, per request in flight. At the end of a block fewer requests are in flight;
 # with this many requests the end is a small part of the block.
 BLOCK_REQUESTS = 8
@@ -100,13 +103,15 @@ class Load:
     """When requests are sent.
 
     concurrency: in a closed loop. rate, with `arrivals` poisson or constant, or trace (arrivals in
-    ns): in an open loop.
+    ns): in an open loop. lead_in: the share of an open loop's requests, at the start of every
+    block, that fill the idle server and are not judged.
     """
 
     concurrency: int | None = None
     rate: float | None = None
     arrivals: Arrivals = "poisson"
     trace: tuple[int, ...] | None = None
+    lead_in: float = 0.0
 
     def schedule(self, count: int, seed: int) -> tuple[int, ...]:
         if self.trace is not None:
@@ -125,7 +130,7 @@ class Plan:
     have, as a share of the ratio.
     """
 
-    prompts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
     loads: tuple[Load, ...]
     requests: int
     rounds: int = 1
@@ -158,13 +163,15 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Round:
-    """One arm in one round: its requests in the order of the prompts, and the time in which they
-    ran. counted: the acceptance by the server's counters, if the answers do not tell it.
+    """One arm in one round: its judged requests in the order of the prompts, and the time in which
+    they ran. counted: the acceptance by the server's counters, if the answers do not tell it.
+    lead_in: the requests before them, which are not judged.
     """
 
     sent: list[_Sent]
     window_s: float
     counted: Acceptance | None = None
+    lead_in: list[_Sent] = field(default_factory=list)
 
     @property
     def timings(self) -> list[RequestTiming | None]:
@@ -277,7 +284,7 @@ class _Runner:
                 rounds[name].append(measured_round)
             for meter in self.meters:
                 counted = meter.round_ended(
-                    [answer for name in meter.arms for answer in measured[name].timings]
+                    [answer for name in meter.arms for answer in _all_timings(measured[name])]
                 )
                 for name in meter.arms:
                     measured[name].counted = counted
@@ -301,9 +308,14 @@ class _Runner:
         return is_precise and not any(straddled(gate) for gate in judge(self.plan.limits, point))
 
     async def _round(
-        self, number: int, load: Load, round_number: int, prompts: Sequence[str]
+        self, number: int, load: Load, round_number: int, prompts: Sequence[Prompt]
     ) -> dict[str, _Round]:
-        order = self._random.sample(range(len(prompts)), len(prompts))
+        # The last prompts lead in: so the same prompts are judged in every round.
+        judged = len(prompts) - int(load.lead_in * len(prompts))
+        order = [
+            *range(judged, len(prompts)),
+            *self._random.sample(range(judged), judged),
+        ]
         size = len(order)
         if load.concurrency is not None:
             size = 1 if load.concurrency == 1 else BLOCK_REQUESTS * load.concurrency
@@ -317,14 +329,17 @@ class _Runner:
                 )
                 sent[arm.name] += answers
                 end_ns = max(answer.exchange.ended_ns for answer in answers)
-                window_ns[arm.name] += end_ns - min(answer.start_ns for answer in answers)
-        return {
-            name: _Round(sorted(answers, key=lambda answer: answer.index), window_ns[name] / 1e9)
-            for name, answers in sent.items()
-        }
+                window_ns[arm.name] += end_ns - min(
+                    answer.start_ns for answer in answers if answer.index < judged
+                )
+        rounds: dict[str, _Round] = {}
+        for name, answers in sent.items():
+            ordered = sorted(answers, key=lambda answer: answer.index)
+            rounds[name] = _Round(ordered[:judged], window_ns[name] / 1e9, lead_in=ordered[judged:])
+        return rounds
 
     async def _block(
-        self, arm: Arm, load: Load, where: tuple[int, int], prompts: Sequence[tuple[int, str]]
+        self, arm: Arm, load: Load, where: tuple[int, int], prompts: Sequence[tuple[int, Prompt]]
     ) -> list[_Sent]:
         requests = [arm.transport.prepare(prompt, arm.options) for _, prompt in prompts]
         done = len(self.everything)
@@ -362,16 +377,16 @@ class _Runner:
         point: int,
         round_number: int,
         index: int,
-        prompt: str,
+        prompt: Prompt,
         exchange: Exchange,
         due_ns: int | None,
     ) -> _Sent:
-        timing, error = None, None
+        timing, error, name = None, None, name_of(prompt)
         try:
-            timing = read_exchange(arm.transport, prompt, exchange, arm.options.max_tokens, due_ns)
+            timing = read_exchange(arm.transport, name, exchange, arm.options.max_tokens, due_ns)
         except BadAnswer as bad:
             error = str(bad)
-        return _Sent(point, arm.name, round_number, index, prompt, exchange, due_ns, timing, error)
+        return _Sent(point, arm.name, round_number, index, name, exchange, due_ns, timing, error)
 
     def _figures(self, load: Load, rounds: Mapping[str, Sequence[_Round]]) -> BenchPoint:
         names = [arm.name for arm in self.arms]
@@ -395,10 +410,6 @@ def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
     if answered and all(timing.output_tokens is not None for timing in answered):
         tokens = sum(timing.output_tokens or 0 for timing in answered)
     window_s = sum(measured.window_s for measured in rounds)
-    by_prompt = [
-        [timing for timing in column if timing is not None]
-        for column in zip(*(measured.timings for measured in rounds), strict=True)
-    ]
     lag_ms = [
         (request.exchange.sent_ns - request.due_ns) / 1e6
         for request in sent
@@ -419,8 +430,10 @@ def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
         )
     acceptance, source, by_round = _acceptance(rounds, answered)
     goodput: float | None = None
+    goodput_share: Interval | None = None
     goodput_by_round: tuple[float, ...] = ()
     if plan.goodput_ms:
+        goodput_share = _share_within([*_drawn_together(rounds)], plan)
         goodput = metrics.goodput([request.timing for request in sent], plan.goodput_ms, window_s)
         goodput_by_round = tuple(
             metrics.goodput(measured.timings, plan.goodput_ms, measured.window_s)
@@ -441,7 +454,13 @@ def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
         tokens_per_s_by_round=tokens_by_round,
         requests_per_s_by_round=per_round(lambda measured: len(measured.answered)),
         goodput_by_round=goodput_by_round,
-        latencies=metrics.latencies(by_prompt, seed=plan.seed),
+        latencies=metrics.latencies(
+            [
+                [request.timing for request in group if request.timing is not None]
+                for group in _drawn_together(rounds)
+            ],
+            seed=plan.seed,
+        ),
         acceptance=acceptance,
         lag_p50_ms=p50,
         lag_p99_ms=p99,
@@ -449,7 +468,48 @@ def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
         acceptance_source=source,
         acceptance_rate_by_round=_all_known(part.rate for part in by_round),
         acceptance_length_by_round=_all_known(part.length for part in by_round),
+        goodput_share=goodput_share,
+        acceptance_over_time=metrics.acceptance_over_time(answered if lag_ms else ()),
     )
+
+
+def _all_timings(measured: _Round) -> list[RequestTiming | None]:
+    return [request.timing for request in (*measured.lead_in, *measured.sent)]
+
+
+def _drawn_together(rounds: Sequence[_Round]) -> list[list[_Sent]]:
+    """The groups of requests that the bootstrap of one arm draws whole.
+
+    In a closed loop they are the requests of one prompt in all rounds. In an open loop requests
+    that follow one another wait in the same queue, so a group is a run of consecutive arrivals; as
+    many groups as requests in each let no queue be much longer than a group, and keep enough groups
+    (a bootstrap of non-overlapping blocks: Carlstein 1986).
+    """
+    if any(request.due_ns is None for measured in rounds for request in measured.sent):
+        columns = zip(*(measured.sent for measured in rounds), strict=True)
+        return [list(column) for column in columns]
+    size = max(1, math.isqrt(sum(len(measured.sent) for measured in rounds)))
+    groups: list[list[_Sent]] = []
+    for measured in rounds:
+        arrived = sorted(measured.sent, key=lambda request: request.start_ns)
+        groups += [arrived[at : at + size] for at in range(0, len(arrived), size)]
+    return groups
+
+
+def _share_within(groups: Sequence[Sequence[_Sent]], plan: Plan) -> Interval:
+    """The share of the requests that met every limit of plan.goodput_ms.
+
+    Its interval is the wider one, at each end, of the bootstrap, which knows that neighbours fail
+    together, and of the exact bounds, which hold if none or all of them met the limits.
+    """
+    good = [
+        sum(metrics.is_within(request.timing, plan.goodput_ms) for request in group)
+        for group in groups
+    ]
+    sizes = [len(group) for group in groups]
+    estimate, low, high = bootstrap_ratio_of_sums(good, sizes, seed=plan.seed)
+    least, most = clopper_pearson(sum(good), sum(sizes))
+    return Interval(estimate, min(low, least), max(high, most))
 
 
 def _acceptance(

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
+from toolkit.bench.prompts import Conversation, Prompt, text_of
 from toolkit.client import (
     MAX_PORT,
     MODELS,
@@ -117,7 +118,7 @@ class Transport(Protocol):
     address: str
     note: str | None
 
-    def prepare(self, prompt: str, options: Options) -> Any:
+    def prepare(self, prompt: Prompt, options: Options) -> Any:
         """Encode the request. Raises UsageError for an option that this endpoint does not have."""
         ...
 
@@ -433,9 +434,10 @@ class GrpcTransport:
             ) from error
         return cls(address, model, timeout_s, ModelInterface.of(answer.config), channel)
 
-    def prepare(self, prompt: str, options: Options) -> bytes:
+    def prepare(self, prompt: Prompt, options: Options) -> bytes:
         with _refusals(self.address):
-            request = self._form.request(self.model, prompt, options, "", streaming=True)
+            text = text_of(prompt)
+            request = self._form.request(self.model, text, options, "", streaming=True)
         encoded: bytes = request.SerializeToString()
         return encoded
 
@@ -697,9 +699,10 @@ class HttpTransport(_EventTransport):
             ) from error
         return cls(session, base, model, timeout_s, form)
 
-    def prepare(self, prompt: str, options: Options) -> bytes:
+    def prepare(self, prompt: Prompt, options: Options) -> bytes:
         with _refusals(self.address):
-            return json.dumps(self._form.values(prompt, options, streaming=True)).encode()
+            text = text_of(prompt)
+            return json.dumps(self._form.values(text, options, streaming=True)).encode()
 
     def chunks(self, exchange: Exchange) -> list[Chunk]:
         answers: list[tuple[int, dict[str, list[Any]]]] = []
@@ -849,7 +852,7 @@ class OpenAiTransport(_EventTransport):
                 hint="Name it with --model.",
             ) from error
 
-    def prepare(self, prompt: str, options: Options) -> bytes:
+    def prepare(self, prompt: Prompt, options: Options) -> bytes:
         asked = {
             name: value for name, value in dataclasses.asdict(options).items() if value is not None
         }
@@ -867,8 +870,12 @@ class OpenAiTransport(_EventTransport):
                 where=self.address,
                 hint="Leave that option out for this endpoint.",
             )
-        content: dict[str, Any] = {"prompt": prompt}
-        if self.protocol == "openai-chat":
+        content: dict[str, Any]
+        if self.protocol != "openai-chat":
+            content = {"prompt": text_of(prompt)}
+        elif isinstance(prompt, Conversation):
+            content = {"messages": prompt.messages}
+        else:
             content = {"messages": [{"role": "user", "content": prompt}]}
         return json.dumps(
             {"model": self.model, **content, "stream": True, **self._counts, **asked}

@@ -8,7 +8,7 @@ YAML appear at once.
 
 # Each import registers the commands of its module; this order is the order of `toolkit --help`.
 from toolkit.cli import init, plan, build, validate, explain, report  # noqa: F401  # isort: skip
-from toolkit.cli import tune, serve, generate, bench, doctor  # noqa: F401  # isort: skip
+from toolkit.cli import tune, serve, gateway, rollout, generate, bench, doctor  # noqa: F401  # isort: skip
 from toolkit.cli.common import app
 from toolkit.cli.main import main
 

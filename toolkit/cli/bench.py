@@ -45,9 +45,20 @@ def bench_command(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSON Lines file with a `prompt` in each line.",
+            help=(
+                "JSON Lines file with a `prompt` or `messages` in each line, or a published"
+                " benchmark's file."
+            ),
             metavar="FILE",
             show_default="the YAML's file",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint whose chat template writes `messages` for an endpoint of text.",
+            metavar="DIR",
+            show_default="the CONFIG's target",
         ),
     ] = None,
     concurrency: Annotated[
@@ -238,10 +249,17 @@ def bench_command(
     _check_out(out)
     if _is_config(where):
         config = load(Path(where), overrides)
+        if tokenizer is not None:
+            raise UsageError(
+                "--tokenizer is for an endpoint; a CONFIG has its target's chat template",
+                where=where,
+                hint="Leave --tokenizer out.",
+            )
         if against_plain is None and baseline is not None:
             against_plain = False
         options |= {
             "prompts": prompts or config.validation.prompts,
+            "chat": config.target.checkpoint,
             "max_tokens": max_tokens or config.validation.max_tokens,
             "against_plain": config.speculation.is_enabled
             if against_plain is None
@@ -254,6 +272,7 @@ def bench_command(
         _check_endpoint_options(where, prompts, overrides)
         options |= {
             "prompts": prompts,
+            "chat": _template_folder(tokenizer),
             "max_tokens": max_tokens or 64,
             "metrics_url": metrics,
             "against_plain": bool(against_plain),
@@ -276,6 +295,19 @@ def _check_endpoint_options(where: str, prompts: Path | None, overrides: list[st
         )
     if prompts is None:
         raise UsageError("no prompts to send", where=where, hint="Give --prompts FILE.")
+
+
+def _template_folder(tokenizer: Path | None) -> Path | None:
+    """The folder, if it has a chat template. Raises UsageError if it has none."""
+    from toolkit.checkpoints.chat import has_chat_template
+
+    if tokenizer is not None and not has_chat_template(tokenizer):
+        raise UsageError(
+            "--tokenizer: there is no chat template",
+            where=tokenizer,
+            hint="Name a checkpoint's folder with a chat_template.jinja or tokenizer_config.json.",
+        )
+    return tokenizer
 
 
 def _is_config(where: str) -> bool:
@@ -334,7 +366,12 @@ def _bench_deployment(
     plain decoding too, where it can be served at the same time.
     """
     from toolkit.cli.progress import displayed
-    from toolkit.workflows.bench import check_measurable, plain_for_bench, unmeasured_plain
+    from toolkit.workflows.bench import (
+        chat_folder,
+        check_measurable,
+        plain_for_bench,
+        unmeasured_plain,
+    )
     from toolkit.workflows.serve import serve
 
     check_measurable(config, against_plain=against_plain)
@@ -343,6 +380,7 @@ def _bench_deployment(
     plain = plain_for_bench(config, repository, speculates=speculates, against_plain=against_plain)
     if speculates and plain is None and against_plain is None:
         say(unmeasured_plain(config))
+    options = {**options, "chat": chat_folder(config)}
     _check(None, {**options, "against_plain": plain is not None})
     say(f"starting {config.capabilities.server} on {repository}")
     with contextlib.ExitStack() as running:

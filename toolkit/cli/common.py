@@ -129,7 +129,7 @@ def here() -> Workplace:
     """The folders of results, which lie beneath the folder that the command runs in. Raises
     UsageError if no weights could be stored there.
     """
-    from toolkit.pipeline.texts import is_unicode
+    from toolkit.pipeline.rows import is_unicode
     from toolkit.workflows.folders import Workplace
 
     if not is_unicode(str(Path.cwd())):

@@ -25,7 +25,7 @@ from toolkit.cli.common import (
 )
 from toolkit.cli.serve import URL
 from toolkit.errors import UsageError
-from toolkit.pipeline.texts import is_unicode
+from toolkit.pipeline.rows import is_unicode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,6 +147,8 @@ def _in_process(
         acceptance=speculation.acceptance,
         max_queue_size=1,
         ngram_size=speculation.max_matching_ngram_size if speculation.has_ngram else None,
+        max_prompt_tokens=speculation.max_prompt_tokens,
+        # Not `adaptive`: timing the engines takes longer than one text, and changes none.
     )
     with contextlib.closing(runtime):
         request = GenerationRequest(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from toolkit.cli.common import (
     Config,
@@ -24,6 +24,7 @@ from toolkit.cli.common import (
     shell_path,
     show,
 )
+from toolkit.cli.foreground import Signal, interrupted_by_signals
 from toolkit.config.hosts import OPEN_LISTENER, is_loopback
 
 if TYPE_CHECKING:
@@ -38,7 +39,13 @@ URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-
 
 @app.command()
 def serve(
-    config: Config, overrides: Overrides = None, rehash: Rehash = False, debug: Debug = False
+    config: Config,
+    overrides: Overrides = None,
+    gateway: Annotated[
+        bool, typer.Option("--gateway", help="Also start the gateway: see toolkit gateway.")
+    ] = False,
+    rehash: Rehash = False,
+    debug: Debug = False,
 ) -> None:
     """Start the server of the packaged repository, and run it until Ctrl-C.
 
@@ -60,7 +67,7 @@ def serve(
         say(f"warning: {OPEN_LISTENER.format(address=host)}; put a proxy or a firewall before it")
     is_ready = False
     try:
-        with _interrupted_by_signals(), contextlib.ExitStack() as running:
+        with interrupted_by_signals(), contextlib.ExitStack() as running:
             say(f"starting {loaded.capabilities.server} on {repository}")
             with displayed() as display:
                 starting = serve_repository(
@@ -75,16 +82,23 @@ def serve(
                 _print_vllm(servers.address, loaded.validation.prompts)
             else:
                 _print_triton(servers.server, packaged, loaded)
-            show("ready; Ctrl-C stops it")
             is_ready = True
             try:
+                if gateway:
+                    from toolkit.cli.gateway import run_gateway
+                    from toolkit.workflows.gateway import gateway_of, one_arm
+
+                    served = one_arm(loaded, servers.address.url)
+                    run_gateway(loaded, gateway_of(loaded, served), servers.check)
+                    return
+                show("ready; Ctrl-C stops it")
                 while True:
                     time.sleep(CHECK_INTERVAL_S)
                     servers.check()
-            except _Signal:
+            except Signal:
                 say("stopping")
                 raise
-    except _Signal as signalled:
+    except Signal as signalled:
         show("stopped")
         if not is_ready:  # whoever waited for the server has to know that there was none
             raise SystemExit(128 + signalled.number) from signalled
@@ -130,32 +144,3 @@ def _print_examples(server: TritonServer, packaged: TritonRepository, prompts: P
         f"toolkit bench {server.grpc_url} --prompts {shell_path(prompts)} --metrics"
         f" {server.metrics_url}"
     )
-
-
-class _Signal(KeyboardInterrupt):
-    """A Ctrl-C or SIGTERM. number: the signal's."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
-@contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Raise _Signal at the first Ctrl-C or SIGTERM while the block runs, whatever it does. Later
-    ones do not disturb the cleaning up. The old handlers are restored at the end.
-    """
-
-    def interrupt(number: int, _: object) -> None:
-        for watched in old_handlers:
-            signal.signal(watched, signal.SIG_IGN)
-        raise _Signal(number)
-
-    old_handlers = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)

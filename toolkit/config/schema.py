@@ -43,16 +43,20 @@ from toolkit.words import (
 )
 
 __all__ = [
+    "AdaptiveConfig",
     "CalibrationConfig",
     "DeploymentConfig",
     "DistributionGates",
     "EngineConfig",
+    "GatewayConfig",
     "HardwareConfig",
     "LatencyGates",
+    "LoadGates",
     "ModelConfig",
     "ParityGates",
     "QualityGates",
     "QuantizationConfig",
+    "RolloutConfig",
     "SpeculationConfig",
     "TensorRtLlmConfig",
     "TorchEngineConfig",
@@ -138,7 +142,7 @@ class CalibrationConfig(Section):
     """The text that calibration runs through the models, and the held-out text that quality is
     measured on.
 
-    Files are JSON Lines with a `text` (or `prompt`) string per line.
+    Files hold raw text or conversations, in the forms of docs/chat.md.
     """
 
     dataset: AnyPath
@@ -146,6 +150,22 @@ class CalibrationConfig(Section):
     calib_size: Count = 128
     calib_max_seq_length: Count = 512
     batch_size: Count = 4
+
+
+class AdaptiveConfig(Section):
+    """Draft lengths that follow the text while it is written.
+
+    window_tokens: about how many of its last draft tokens decide a request's length.
+    window_requests: over how many finished requests acceptance is averaged.
+    min_acceptance_length: tokens per step, bonus token included, below which nothing is drafted.
+    probe_every_tokens: output tokens without drafts after which it is asked whether they would pay.
+    """
+
+    enabled: bool = True
+    window_tokens: Annotated[int, Field(ge=8)] = 32
+    window_requests: Count = 16
+    min_acceptance_length: Annotated[float, Field(ge=1.0)] | None = None
+    probe_every_tokens: Annotated[int, Field(ge=8)] = 16
 
 
 class SpeculationConfig(Section):
@@ -156,6 +176,8 @@ class SpeculationConfig(Section):
     draft_len_schedule: number of running requests -> draft length from that number on, such as
     `{1: 4, 4: 2, 8: 0}`.
     max_concurrency: with more running requests than this, nothing is drafted.
+    max_prompt_tokens: for a prompt with more tokens than this, nothing is drafted.
+    adaptive: the length is chosen per request, up to max_draft_len.
     max_matching_ngram_size: for ngram, the longest end of the text that is looked up.
     kind eagle3: `draft.checkpoint` is an EAGLE-3 head. kind mtp: layers of the target's own
     checkpoint draft.
@@ -165,6 +187,8 @@ class SpeculationConfig(Section):
     max_draft_len: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 4
     draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
     max_concurrency: Count | None = None
+    max_prompt_tokens: Count | None = None
+    adaptive: AdaptiveConfig | None = None
     max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = 4
     acceptance: AcceptanceChoice = "auto"
 
@@ -202,6 +226,20 @@ class SpeculationConfig(Section):
         if not self.is_enabled:
             return 0
         return AUTO_MAX_DRAFT_LEN if self.max_draft_len == "auto" else self.max_draft_len
+
+    @property
+    def adapts(self) -> AdaptiveConfig | None:
+        """The section `adaptive`, if it is in force."""
+        is_on = self.is_enabled and self.adaptive is not None and self.adaptive.enabled
+        return self.adaptive if is_on else None
+
+    @property
+    def adaptive_settings(self) -> dict[str, Any] | None:
+        """The fields of the runtime's AdaptiveSettings; None: lengths are fixed."""
+        section = self.adapts
+        return (
+            None if section is None else section.model_dump(exclude={"enabled"}, exclude_none=True)
+        )
 
     @property
     def draft_len_by_load(self) -> dict[int, int]:
@@ -297,6 +335,7 @@ class TorchEngineConfig(EngineLengths):
     mode: EngineMode = "auto"
     dtype: ComputeDtype = "float32"
     threads: Count | None = None  # None: all cores this process may use
+    prefill_chunk_len: Count = 64  # tokens of a prompt in one forward
 
     @property
     def version(self) -> None:
@@ -445,7 +484,7 @@ class TritonConfig(Section):
     # llmapi with TensorRT-LLM: whose model.py answers requests in the container
     model_py: ModelPy = "ours"
     # bls: the result of a request if the draft model does not answer
-    on_draft_failure: Literal["error", "plain"] = "error"
+    on_draft_failure: Literal["error", "plain"] = "plain"
     host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -507,6 +546,7 @@ class QualityGates(Section):
     min_top1_agreement: Ratio | None = None
 
 
+LatencyName = Literal["ttft", "tpot", "itl", "icl", "e2e"]
 LatencyPercentile = Literal[
     "ttft_p50", "ttft_p90", "ttft_p99",
     "tpot_p50", "tpot_p90", "tpot_p99",
@@ -537,8 +577,45 @@ class LatencyGates(Section):
     max_e2e_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
 
 
+class LoadGates(Section):
+    """An open loop at a stated rate, by which the deployment is judged beside the closed loop.
+
+    rate: requests per second; auto: the highest rate found at which `min_goodput` of the requests
+    stay within `goodput`. goodput: limits of one request, latency -> ms, such as {ttft: 300}. The
+    length follows from the rate: each arm gets the requests that p99 needs.
+    """
+
+    rate: Annotated[float, Field(gt=0.0)] | Literal["auto"]
+    arrivals: Literal["poisson", "constant"] = "poisson"
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    goodput: Annotated[
+        dict[LatencyName, Annotated[float, Field(gt=0.0)]], Field(validate_default=True)
+    ] = {}
+    min_goodput: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
+    max_ttft_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
+    max_tpot_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
+    max_itl_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
+    max_e2e_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
+    max_errors: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # share of the requests
+    # Sending at the judged rate takes at most this long, all arms and rounds together.
+    max_seconds: Annotated[float, Field(gt=0.0)] = 600.0
+    search_seconds: Annotated[float, Field(gt=0.0)] = 180.0  # the same of the search of `auto`
+
+    @field_validator("goodput")
+    @classmethod
+    def _auto_has_limits(cls, goodput: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        if info.data.get("rate") == "auto" and not goodput:
+            raise ValueError(
+                "rate auto looks for the highest rate that keeps these limits, and there are none;"
+                " add some, such as goodput: {ttft: 300, tpot: 30}, or state a rate"
+            )
+        return goodput
+
+
 class ValidationConfig(Section):
-    """How the served deployment is judged. prompts: JSON Lines with a `prompt` string per line."""
+    """How the served deployment is judged. prompts: raw text or conversations, in the forms of
+    docs/chat.md.
+    """
 
     prompts: AnyPath
     # The first lines of the file are used. With fewer than 59 no rate can be bounded by 0.05.
@@ -554,6 +631,7 @@ class ValidationConfig(Section):
     distribution: DistributionGates = DistributionGates()
     quality: QualityGates = QualityGates()
     latency: LatencyGates = LatencyGates()
+    load: LoadGates | None = None
 
     @field_validator("max_rounds")
     @classmethod
@@ -564,6 +642,55 @@ class ValidationConfig(Section):
                 f"rounds {rounds} is greater than max_rounds {max_rounds}; raise max_rounds"
             )
         return max_rounds
+
+
+class GatewayConfig(Section):
+    """OpenAI's protocol in front of the served deployment. API keys come from the environment,
+    never from the YAML.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port
+    chat_template: AnyPath | None = None  # None: that of the target's checkpoint
+    max_requests: Count = 256  # at a time; more are told to come again
+    requests_per_minute: Count | None = None  # of one API key; None: no limit
+    max_body_bytes: Count = 1 << 20
+    request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    # After Ctrl-C or SIGTERM, running requests have this time to end.
+    stop_timeout_s: Annotated[int, Field(ge=0)] = 30
+
+
+class RolloutConfig(Section):
+    """A roll-out: a new deployment takes over from an old one, or from plain decoding.
+
+    steps: percent of the sessions that the new one answers; 0 first: only shadow copies. shadow:
+    percent of the greedy requests to the old one that the new one answers, too, unseen. The limits
+    say how much worse the new one may be.
+    """
+
+    steps: Annotated[tuple[Annotated[int, Field(ge=0, le=100)], ...], Field(strict=False)] = (
+        1,
+        5,
+        25,
+        100,
+    )
+    shadow: Annotated[int, Field(ge=0, le=100, validate_default=True)] = 10
+    min_requests: Count = 100  # sessions of the new one, or copies at step 0, before the next step
+    false_alarm: Annotated[float, Field(gt=0.0, le=0.2)] = 0.01  # of the whole roll-out
+    max_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.1
+    max_acceptance_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1  # as a share
+    min_acceptance_rate: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    max_divergence_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+
+    @field_validator("shadow")
+    @classmethod
+    def _steps_lead_to_all(cls, shadow: int, info: ValidationInfo) -> int:
+        steps = info.data.get("steps", (100,))
+        if not steps or steps[-1] != 100 or list(steps) != sorted(set(steps)):
+            raise ValueError(f"steps {list(steps)} do not rise to 100; such as [1, 5, 25, 100]")
+        if steps[0] == 0 and shadow == 0:
+            raise ValueError("step 0 has only shadow copies, and there are none; raise shadow")
+        return shadow
 
 
 class DeploymentConfig(Section):
@@ -577,6 +704,8 @@ class DeploymentConfig(Section):
     engine: EngineConfig = TorchEngineConfig()
     hardware: HardwareConfig = HardwareConfig()
     triton: TritonConfig = TritonConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    rollout: RolloutConfig = RolloutConfig()
     validation: ValidationConfig
 
     @property

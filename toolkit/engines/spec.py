@@ -33,7 +33,13 @@ def engine_spec(config: DeploymentConfig, role: Role) -> EngineSpec:
         max_draft_len=config.speculation.longest_draft if role == "target" else 0,
     )
     if isinstance(engine, TorchEngineConfig):
-        return replace(spec, dtype=engine.dtype, device=_device(engine.device), mode=engine.mode)
+        return replace(
+            spec,
+            dtype=engine.dtype,
+            device=_device(engine.device),
+            mode=engine.mode,
+            prefill_chunk_len=engine.prefill_chunk_len,
+        )
     if isinstance(engine, VllmConfig):
         settings = _vllm_spec(config, engine)
         # A GPU that the YAML names need not be in this machine.
@@ -63,6 +69,10 @@ def _tensorrt_llm_spec(config: DeploymentConfig, engine: TensorRtLlmConfig) -> T
         settings = {"free_gpu_memory_fraction", "enable_block_reuse", "cuda_graph", "attn_backend"}
         common["draft_len_schedule"] = config.speculation.draft_len_schedule
         common["max_concurrency"] = config.speculation.max_concurrency
+        adaptive = config.speculation.adapts
+        if adaptive is not None:
+            common["acceptance_window"] = adaptive.window_requests
+            common["min_acceptance_length"] = adaptive.min_acceptance_length
         if config.speculation.has_ngram:
             common["max_matching_ngram_size"] = config.speculation.max_matching_ngram_size
         common["trust_remote_code"] = any(

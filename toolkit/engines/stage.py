@@ -11,7 +11,7 @@ from toolkit.words import EngineKind
 
 __all__ = ["VERSION", "compile_engine", "fingerprint"]
 
-VERSION = 6
+VERSION = 7
 
 
 def compile_engine(

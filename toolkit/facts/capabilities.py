@@ -22,6 +22,7 @@ CheckpointFormat = Literal["hf", "trtllm", "vllm"]
 Seeds = Literal["coupled", "repeatable", "ignored"]
 Counted = Literal["every request", "requests to their length", "nothing"]
 ScheduleKeys = Literal["lower", "upper"]
+Adaptive = Literal["requests", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class Capabilities:
     draft_len_schedule: the draft length can depend on the number of running requests. A key of the
     schedule is the smallest (`lower`) or the largest (`upper`) number that a length is for.
     max_concurrency: speculation can stop above a number of running requests.
+    max_prompt_tokens: speculation can be left out for requests with long prompts.
+    adaptive: how drafting follows the text. `requests`: the length is chosen for each request while
+    it runs; `stop`: all drafting stops for good once recent requests had too little accepted.
     has_ngram: drafts can be looked up in the text.
     heads: the heads on the target's hidden states that can draft, by their speculation.kind.
     has_verify_only: drafts can be verified and discarded, which is the middle arm of parity.
@@ -72,6 +76,8 @@ class Capabilities:
     fixes_draft_len: bool
     draft_len_schedule: ScheduleKeys | None
     max_concurrency: bool
+    max_prompt_tokens: bool
+    adaptive: Adaptive | None
     has_ngram: bool
     heads: tuple[Head, ...]
     has_verify_only: bool
@@ -116,6 +122,8 @@ def capabilities_of(
         log_probs=0,  # target and head are one model in every version: facts/support.py, SOURCES
         draft_len_schedule=made.draft_len_schedule if row.heads_follow_load else None,
         max_concurrency=row.heads_follow_load,
+        # The check stands beside the one of the load, and acts on what that acts on.
+        adaptive=made.adaptive if row.heads_follow_load else None,
     )
 
 
@@ -134,6 +142,8 @@ def _torch(version: str | None, layout: Layout, reuses_prefixes: bool) -> Capabi
         fixes_draft_len=False,
         draft_len_schedule="lower" if has_scheduler else None,
         max_concurrency=has_scheduler,
+        max_prompt_tokens=True,
+        adaptive="requests",
         has_ngram=has_scheduler,
         heads=(),
         has_verify_only=True,
@@ -165,6 +175,8 @@ def _trt_engine(version: str | None, layout: Layout, reuses_prefixes: bool) -> C
         fixes_draft_len=True,
         draft_len_schedule=None,
         max_concurrency=False,
+        max_prompt_tokens=True,  # the toolkit's BLS model does both
+        adaptive="requests",
         has_ngram=False,
         heads=(),
         has_verify_only=True,
@@ -197,6 +209,8 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         fixes_draft_len=True,
         draft_len_schedule=row.draft_len_schedule,
         max_concurrency=row.max_concurrency,
+        max_prompt_tokens=False,
+        adaptive=None if row.acceptance_window is None else "stop",
         has_ngram=True,
         heads=() if row.head_sampling == "greedy" else ("eagle3",),
         has_verify_only=False,
@@ -230,6 +244,8 @@ def _vllm(reuses_prefixes: bool) -> Capabilities:
         fixes_draft_len=True,
         draft_len_schedule="lower",
         max_concurrency=True,  # as the last step of a schedule
+        max_prompt_tokens=False,
+        adaptive=None,
         has_ngram=True,
         heads=("eagle3",),
         has_verify_only=False,

@@ -226,6 +226,21 @@ RULES: dict[str, tuple[str, Source]] = {
         ),
         Source(LLM_ARGS, "A"),
     ),
+    "adaptive-speculation": (
+        (
+            "from 1.2 on, speculation is switched off for good once completed requests had too few"
+            " accepted draft tokens per step; vLLM has no such switch"
+        ),
+        Source(
+            "TRT tensorrt_llm/_torch/speculative/speculation_gate.py and"
+            f" {LLM_ARGS.removeprefix('TRT ')}",
+            "B",
+        ),
+    ),
+    "draft-for-every-prompt": (
+        "neither LLM() nor vLLM (issue 52258) takes a draft length per request",
+        Source(f"{LLM_ARGS}, class SamplingParams; vLLM issue 52258", "C"),
+    ),
     # engine flow
     "ngram-of-flow": ("only the PyTorch flow has the decoding type NGram", Source(LLM_ARGS, "B")),
     "block-reuse-for-drafts": (
@@ -395,6 +410,10 @@ RULES: dict[str, tuple[str, Source]] = {
         "the servers that the toolkit starts listen on loopback, unless the YAML names a host",
         OWN,
     ),
+    "toolkit-load-too-short": (
+        "a percentile is given if at least ten answers lie beyond it, and an interval needs them",
+        OWN,
+    ),
     "toolkit-draft-failure": (
         "only in layout bls the draft is a process of its own, which may fail alone",
         OWN,
@@ -404,6 +423,10 @@ RULES: dict[str, tuple[str, Source]] = {
     "toolkit-calibration-text": (
         "activation scales are made of the values that calibration text has shown",
         OWN,
+    ),
+    "toolkit-raw-text": (
+        "an instruct model is trained on conversations that its chat template writes",
+        Source("transformers docs/source/en/chat_templating.md", "A"),
     ),
     "toolkit-parity-prompts": (
         "a rate is bounded by its upper confidence limit, which falls with more prompts",

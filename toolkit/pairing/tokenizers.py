@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.reader import check_against_shape, read_index
-from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
+from toolkit.checkpoints.shape import ModelShape, read_shape
 from toolkit.checkpoints.tokenizer import SIDE_FILES, load_tokenizer
 from toolkit.errors import PairingError
 from toolkit.facts.heads import VLLM, HeadReader
+from toolkit.pairing.chat import check_ids, compare_templates
 from toolkit.pairing.heads import compare_head
 from toolkit.pairing.padding import common_vocab_size
 from toolkit.pairing.probes import PROBES
@@ -116,6 +117,8 @@ def compare_pair(
     """
     target_side = _read(target)
     findings = list(_fits_its_model(target_side, "target"))
+    about_chat = check_ids(target, target_side.tokenizer)
+    findings += [about_chat] if about_chat is not None else []
     vocab_size, draft_rows = target_side.shape.vocab_size, None
     if draft is not None and head is not None:
         proof, rows, about_head = compare_head(target, target_side.shape, draft, head, reader)
@@ -213,7 +216,7 @@ def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], 
     )
     findings += _same_steps(target, draft)
     findings += _same_ends(target, draft)
-    findings.append(_chat_template(target, draft))
+    findings.append(compare_templates(target.path, draft.path))
     findings.append(_positions(target, draft))
     return findings, vocab_size
 
@@ -404,23 +407,6 @@ def _same_ends(target: _Side, draft: _Side) -> list[Finding]:
             )
         )
     return findings or [Finding("BOS and EOS ids", "ok", f"BOS {bos[0]}, EOS {list(eos[0])}")]
-
-
-def _chat_template(target: _Side, draft: _Side) -> Finding:
-    template = _template(target.path)
-    if template != _template(draft.path):
-        return Finding(
-            "chat template", "warning", "differs; prompts are formatted with the target's"
-        )
-    return Finding("chat template", "ok", "none" if template is None else "the same")
-
-
-def _template(directory: Path) -> Any:
-    for name in ("chat_template.jinja", "chat_template.json"):
-        if (directory / name).exists():
-            return (directory / name).read_text(encoding="utf-8")
-    file = directory / "tokenizer_config.json"
-    return read_json(file).get("chat_template") if file.exists() else None
 
 
 def _positions(target: _Side, draft: _Side) -> Finding:

@@ -1,122 +1,115 @@
-"""Read texts from a JSON Lines file. Calibration and validation use this, so that both have the
-same rule for a valid line.
+"""Read texts from a file: raw text as it is, conversations as a checkpoint's chat template writes
+them. Calibration and validation use this, so that both read alike what a model is asked.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from toolkit.errors import UsageError
+from toolkit.checkpoints.chat import BUILD_TIME, ChatTemplate, Message, has_chat_template
+from toolkit.checkpoints.tokenizer import SIDE_FILES
+from toolkit.errors import RequestError
+from toolkit.pipeline.rows import Row, holds_conversations, read_rows
 
-__all__ = ["is_unicode", "read_labels", "read_texts"]
+__all__ = ["PROMPT_KEYS", "TEXT_KEYS", "Writer", "read_texts", "template_part"]
+
+PROMPT_KEYS = ("prompt", "text")  # of a prompt; the first that a row has
+TEXT_KEYS = ("text", "prompt")  # of calibration text and held-out text
 
 
-def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
-    """The text of each line: the string under the first of `keys` that the line has. Blank lines
-    and a byte order mark are skipped.
+def read_texts(
+    file: Path,
+    *keys: str,
+    limit: int | None = None,
+    chat: Path | None = None,
+    whole: bool = False,
+) -> list[str]:
+    """The text of each row of a file; toolkit.pipeline.rows says which forms there are.
 
-    limit: stop after this many texts; later lines are not checked. Raises UsageError if the file is
-    missing or has no text. Raises UsageError with the number of the line if a line is not UTF-8, is
-    not a JSON object with such a string, or has an empty text.
+    chat, whole: see Writer. Raises UsageError for what cannot be read or written, with its place in
+    the file, and CheckpointError for a template that cannot be used.
     """
-    hint = f'write one JSON object per line: {{"{keys[0]}": "..."}}'
-    texts: list[str] = []
-    for number, line in _lines(file):
-        where = f"{file}:{number}"
+    writer = Writer(chat, whole=whole)
+    return [writer.text(row) for row in read_rows(file, *keys, limit=limit)]
+
+
+class Writer:
+    """Writes rows as text.
+
+    chat: the checkpoint whose template writes conversations; it is read at the first one. None if
+    none is known. A folder that does not exist is a checkpoint that is not fetched yet: then the
+    contents alone are written, which is good enough to check a file. whole: conversations are
+    complete, with the assistant's answers (calibration); otherwise they end with what the user asks
+    and the mark after which the assistant writes (prompts).
+    """
+
+    def __init__(self, chat: Path | None, *, whole: bool = False) -> None:
+        self._chat, self._whole = chat, whole
+
+    def text(self, row: Row) -> str:
+        """Raises UsageError for a conversation that cannot be written."""
+        if not row.messages:
+            assert row.text is not None  # by construction of Row
+            return row.text
+        messages = row.messages if self._whole else row.messages[: row.asked]
+        if self._chat is not None and not self._chat.is_dir():
+            return "\n".join(message["content"] for message in messages)
+        template = None if self._chat is None else _template(self._chat)
+        if template is None:
+            return self._without_template(row)
+        return self._written(row, template, messages)
+
+    def _written(self, row: Row, template: ChatTemplate, messages: Sequence[Message]) -> str:
         try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"line {number} is not UTF-8 (byte {error.start + 1})", where=where, hint=hint
-            ) from error
-        except json.JSONDecodeError as error:
-            message = f"line {number} is not valid JSON ({error.msg}, column {error.colno})"
-            raise UsageError(message, where=where, hint=hint) from error
-        except RecursionError as error:
-            raise UsageError(
-                f"line {number} is nested too deeply", where=where, hint=hint
-            ) from error
-        text = None
-        if isinstance(row, dict):
-            text = next((row[key] for key in keys if key in row), None)
-        if not isinstance(text, str):
-            key_names = " or ".join(f"`{key}`" for key in keys)
-            raise UsageError(
-                f"line {number} has no {key_names} string (it is {_described(row)})",
-                where=where,
-                hint=hint,
+            text = template.render(
+                list(messages), add_generation_prompt=not self._whole, now=BUILD_TIME
             )
+        except RequestError as error:
+            raise row.fault(f"cannot be written: {error.what}", error.hint) from error
         if not text.strip():
-            raise UsageError(
-                f"line {number} has an empty text",
-                where=where,
-                hint="remove the line, or give it text",
+            raise row.fault(
+                "is written as an empty text by the chat template", f"look at {template.file}"
             )
-        if not is_unicode(text):
-            raise _half_character(file, number, "has")
-        texts.append(text)
-        if len(texts) == limit:
-            break
-    if not texts:
-        raise UsageError("the file is empty", where=file, hint=hint)
-    return texts
+        return text
+
+    def _without_template(self, row: Row) -> str:
+        if row.text is not None:
+            return row.text
+        if self._chat is None:
+            raise row.fault(
+                "has messages, and no checkpoint is known whose chat template writes them",
+                'Name one with --tokenizer DIR, measure a chat endpoint, or write {"prompt": ...}.',
+            )
+        raise row.fault(
+            f"has messages, and {self._chat} has no chat template to write them",
+            "Put the chat_template.jinja of the model's publisher beside its tokenizer, or write"
+            ' raw text: {"prompt": "..."}.',
+        )
 
 
-def read_labels(file: Path, key: str, otherwise: str, limit: int | None = None) -> list[str]:
-    """The text under `key` of each line that read_texts takes; `otherwise` if there is none. Raises
-    UsageError with the number of the line if a label is not Unicode, since no report could hold it.
+def template_part(chat: Path, *files: Path | None) -> dict[str, str]:
+    """The digest of a checkpoint's template as a part of a key, if it decides how a row of these
+    files is written; else nothing.
     """
-    labels = []
-    for number, line in itertools.islice(_lines(file), limit):
-        label = json.loads(line).get(key)
-        label = label if isinstance(label, str) else otherwise
-        if not is_unicode(label):
-            raise _half_character(file, number, f"has in `{key}`")
-        labels.append(label)
-    return labels
+    if not has_chat_template(chat):
+        return {}
+    if not any(file is not None and holds_conversations(file) for file in files):
+        return {}
+    template = _template(chat)
+    return {} if template is None else {"chat_template": template.digest}
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of each line that is not blank. Only a newline ends a line, since a string may
-    contain U+2028.
+def _template(chat: Path) -> ChatTemplate | None:
+    """The template of a checkpoint. A tokenizer.json of megabytes is parsed again only if one of
+    the files has changed.
     """
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"cannot be read: {error.strerror}",
-            where=file,
-            hint="check the path and its permissions",
-        ) from error
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if line.strip():
-            yield number, line
+    files = [chat / name for name in ("tokenizer.json", *SIDE_FILES)]
+    states = [file.stat() if file.exists() else None for file in files]
+    return _load(chat, tuple(state and (state.st_size, state.st_mtime_ns) for state in states))
 
 
-def _described(row: Any) -> str:
-    if isinstance(row, dict):
-        return f"an object with {', '.join(map(repr, row)) or 'no keys'}"
-    return type(row).__name__
-
-
-def _half_character(file: Path, number: int, has: str) -> UsageError:
-    return UsageError(
-        f"line {number} {has} half of a surrogate pair, which is not a character",
-        where=f"{file}:{number}",
-        hint="write a character beyond U+FFFF as it is, or with both halves of its pair",
-    )
-
-
-def is_unicode(text: str) -> bool:
-    """Whether the text can be sent and stored. Half of a surrogate pair is no character; Python
-    also makes halves of bytes in an argument that are not UTF-8.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+@lru_cache(maxsize=4)
+def _load(chat: Path, _state: object) -> ChatTemplate | None:
+    return ChatTemplate.load(chat)

@@ -19,6 +19,7 @@ from toolkit.config.schema import (
     TorchEngineConfig,
     VllmConfig,
 )
+from toolkit.facts.embedded import slot_tokens
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.vllm import CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS, default_batched_tokens
 from toolkit.plan.subject import Subject, can_split, max_num_tokens
@@ -294,31 +295,32 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
 def _embedded(
     subject: Subject, engine: TorchEngineConfig, host_bytes: int
 ) -> tuple[StageMemory, Serving]:
-    """The memory of the embedded engine. When it starts, it allocates max_batch_size slots of
-    max_seq_len; if they do not all fit, it does not start.
+    """The memory of the embedded engine: max_batch_size slots of max_seq_len and one forward more.
+    On a CPU a slot takes memory as it is used; that all have to fit is what the plan asks for.
     """
     width = DTYPE_BYTES[engine.dtype]
-    items = [
-        MemoryItem(
-            f"{role} weights",
-            weight_bytes(shape, _algo(subject, role), dtype=engine.dtype),
-            f"{parameters_text(shape)}, linears {_algo(subject, role)}, the rest {engine.dtype}",
-        )
-        for role, shape in subject.shapes.items()
-    ]
+    on_gpu = subject.gpu is not None and engine.device != "cpu"
+    is_packed = not on_gpu and engine.mode != "eager" and engine.dtype != "float64"
+    items = []
+    for role, shape in subject.shapes.items():
+        # Packed for the kernels, BF16 weights stay so, and the LM head is a copy of its own.
+        dtype = "bfloat16" if is_packed and shape.dtype == "bfloat16" else engine.dtype
+        size = weight_bytes(shape, _algo(subject, role), untied=is_packed, dtype=dtype)
+        formula = f"{parameters_text(shape)}, linears {_algo(subject, role)}, the rest {dtype}"
+        if is_packed and shape.tie_word_embeddings:
+            formula += ", the tied head packed beside the embedding"
+        items.append(MemoryItem(f"{role} weights", size, formula))
     per_token = {
         role: kv_bytes_per_token(
             shape, subject.models[role].quantization.kv_cache_quant_algo, width=width
         )
         for role, shape in subject.shapes.items()
     }
-    token_bytes, slot = sum(per_token.values()), engine.max_seq_len + subject.draft_len
+    # The last forward of a slot may be padded beyond max_seq_len.
+    step_tokens = max(engine.prefill_chunk_len, subject.draft_len + 1)
+    token_bytes, slot = sum(per_token.values()), slot_tokens(engine.max_seq_len, step_tokens)
     items += [MemoryItem("runtime", RUNTIME_BYTES["torch"], "assumed: libraries and workspaces")]
-    available = (
-        subject.gpu.memory_bytes
-        if subject.gpu is not None and engine.device != "cpu"
-        else host_bytes
-    )
+    available = subject.gpu.memory_bytes if subject.gpu is not None and on_gpu else host_bytes
     free = available - sum(item.num_bytes for item in items)
     kv_tokens = engine.max_batch_size * slot
     sequences = engine.max_batch_size if kv_tokens * token_bytes <= free else 0

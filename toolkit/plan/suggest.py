@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoints.chat import has_chat_template
+from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.reader import check_files
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import DeploymentConfig
-from toolkit.errors import UsageError
+from toolkit.errors import BackendUnavailable, CheckpointError, UsageError
 from toolkit.facts.gpus import Gpu
 from toolkit.facts.support import SMOOTHQUANT_FAMILIES
 from toolkit.plan.make import make_plan, subject_of
@@ -37,13 +39,37 @@ INT8, FP8 = "W8A8_SQ_PER_CHANNEL", "FP8"
 # bandwidth. The value between them is a choice.
 ONE_THREAD_PARAMETERS = 100_000_000
 CALIBRATION, PROMPTS = "data/calib.jsonl", "data/prompts.jsonl"
-TEXTS = {
-    CALIBRATION: '{"text": "..."} on each line, similar to your traffic; 128 lines are used',
-    PROMPTS: (
-        '{"prompt": "..."} on each line, with none of the calibration text; 64 lines are used, and'
-        " 59 are needed to show 5 %"
-    ),
-}
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """What the lines of both files look like. key: what a line has, for a comment in the YAML."""
+
+    calibration: str
+    calibration_key: str
+    prompt: str
+    prompt_key: str
+    reason: str = ""
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """File -> what the user has to write into it."""
+        return {
+            CALIBRATION: f"{self.calibration} on each line, similar to your traffic; 128 lines are"
+            " used",
+            PROMPTS: f"{self.prompt} on each line, with none of the calibration text; 64 lines are"
+            " used, and 59 are needed to show 5 %",
+        }
+
+
+RAW = _Lines('{"text": "..."}', "a `text`", '{"prompt": "..."}', "a `prompt`")
+CHAT = _Lines(
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+    "`messages`",
+    '{"messages": [{"role": "user", "content": "..."}]}',
+    "`messages`",
+    "; the target has a chat template, which writes them",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +106,14 @@ def suggest(
     fallback: Suggestion | None = None  # it can work, but does not hold a full batch
     name = _name(Path(file_name).stem if file_name is not None else target.name.lower())
     file_name = file_name or f"{name}.yaml"
+    lines = CHAT if _is_chat(target) else RAW
     for data in _attempts(target, draft, gpu):
         config = DeploymentConfig.model_validate({"name": name, **data})
         plan = make_plan(config)
         if not plan.possible:
             continue
-        suggestion = Suggestion(name, file_name, _yaml(name, file_name, data, folder), plan, TEXTS)
+        text = _yaml(name, file_name, data, folder, lines)
+        suggestion = Suggestion(name, file_name, text, plan, lines.texts)
         if not any(judgement.rule == "batch-fits" for judgement in plan.judgements):
             return suggestion
         fallback = fallback or suggestion
@@ -98,6 +126,18 @@ def suggest(
         f"no deployment that was tried can work: {reasons}",
         hint=refusals[0].hint if refusals else None,
     )
+
+
+def _is_chat(target: Path) -> bool:
+    """Whether the target has a chat template, as far as its files are here. A hub id is looked up
+    in the hub's cache.
+    """
+    if not target.is_dir():
+        try:
+            target = fetch(target.as_posix(), download=False)
+        except (BackendUnavailable, CheckpointError):
+            return False
+    return has_chat_template(target)
 
 
 def _name(text: str) -> str:
@@ -235,7 +275,7 @@ WITHOUT_LOGITS = (
 )
 
 
-def _yaml(name: str, file_name: str, data: dict[str, Any], folder: Path) -> str:
+def _yaml(name: str, file_name: str, data: dict[str, Any], folder: Path, texts: _Lines) -> str:
     """Write the deployment as YAML with comments; paths are relative to the YAML's folder."""
     engine, quantization = data["engine"], data["target"]["quantization"]
     pairs = ", ".join(f"{key}: {value}" for key, value in quantization.items())
@@ -265,8 +305,8 @@ def _yaml(name: str, file_name: str, data: dict[str, Any], folder: Path) -> str:
         ]
     lines += [
         "calibration:",
-        f"  dataset: {CALIBRATION} # one JSON object with a `text` per line, similar to your"
-        " traffic",
+        f"  dataset: {CALIBRATION} # one JSON object with {texts.calibration_key}"
+        f" per line, similar to your traffic{texts.reason}",
         "",
         "speculation:",
         f"  kind: {data['speculation']['kind']}",
@@ -303,8 +343,8 @@ def _yaml(name: str, file_name: str, data: dict[str, Any], folder: Path) -> str:
     lines += [
         "validation:",
         (
-            f"  prompts: {PROMPTS} # one JSON object with a `prompt` per line, with none of the"
-            " calibration text"
+            f"  prompts: {PROMPTS} # one JSON object with {texts.prompt_key} per"
+            " line, with none of the calibration text"
         ),
     ]
     if "draft" in data and "hardware" in data:

@@ -1,4 +1,4 @@
-"""Calibration text: JSON Lines -> token batches.
+"""Calibration text: files of texts or conversations -> token batches.
 
 All sequences of a batch have the same length, so that there is no padding: the activation
 statistics would count a padded position like real text.
@@ -6,6 +6,7 @@ statistics would count a padded position like real text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints.tokenizer import load_tokenizer
 from toolkit.config.schema import CalibrationConfig
 from toolkit.errors import UsageError
-from toolkit.pipeline.texts import read_texts
+from toolkit.pipeline.rows import Row, read_rows
+from toolkit.pipeline.texts import TEXT_KEYS, Writer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TextCount", "batches_of", "count_texts", "encode", "split_texts"]
 
-TEXT_KEYS = ("text", "prompt")
 MIN_TEXTS = 2
 LINES_PER_HELDOUT_LINE = 10  # without a heldout file, the last tenth of the lines is held out
 BYTES_PER_TOKEN = 4  # a usual figure for English text; used where there is no tokenizer
@@ -44,10 +45,10 @@ class TextCount:
 def count_texts(calibration: CalibrationConfig, checkpoint: Path) -> TextCount:
     """Count the text that calibration runs through a model. Raises UsageError as `split_texts`.
 
-    checkpoint: the model's folder. If it has no tokenizer.json, since it is a hub id for instance,
+    checkpoint: the target's folder. If it has no tokenizer.json, since it is a hub id for instance,
     the tokens are estimated.
     """
-    texts, _ = split_texts(calibration)
+    texts, _ = split_texts(calibration, checkpoint)
     limit = calibration.calib_max_seq_length
     is_estimate = not (checkpoint / "tokenizer.json").is_file()
     if is_estimate:
@@ -69,16 +70,22 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, max_tokens: int) -> Iterato
     return (tokenizer.encode(text).ids[:max_tokens] for text in texts)
 
 
-def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
+def split_texts(
+    calibration: CalibrationConfig, chat: Path | None = None
+) -> tuple[list[str], list[str]]:
     """Return (calibration texts, held-out texts). There are at most calib_size calibration texts,
     and none of them is held out.
 
-    Raises UsageError if the dataset has too few lines for both, or if the two files share a text.
+    chat: the checkpoint whose template writes conversations, with the assistant's answers. That is
+    the target, for the draft, too: both read the same ids when they serve. Raises UsageError if the
+    dataset has too few lines for both, if the two files share a text, or if a conversation cannot
+    be written.
     """
-    texts = read_texts(calibration.dataset, *TEXT_KEYS)
+    write = Writer(chat, whole=True).text
+    rows = read_rows(calibration.dataset, *TEXT_KEYS)
     if calibration.heldout is not None:
-        heldout = read_texts(calibration.heldout, *TEXT_KEYS)
-        shared = set(heldout) & set(texts)
+        heldout = read_rows(calibration.heldout, *TEXT_KEYS)
+        shared = set(map(_content, heldout)) & set(map(_content, rows))
         if shared:
             raise UsageError(
                 f"{len(shared)} of its texts are also in the calibration text,"
@@ -86,16 +93,22 @@ def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
                 where=calibration.heldout,
                 hint="remove them from one of the two files",
             )
-        return texts[: calibration.calib_size], heldout
-    if len(texts) < MIN_TEXTS:
+        return [write(row) for row in rows[: calibration.calib_size]], list(map(write, heldout))
+    if len(rows) < MIN_TEXTS:
         raise UsageError(
-            f"has {len(texts)} line, but needs at least {MIN_TEXTS}: quality is measured on the"
+            f"has {len(rows)} line, but needs at least {MIN_TEXTS}: quality is measured on the"
             " last tenth of the lines, which is not used for calibration",
             where=calibration.dataset,
             hint="add lines, or name a `heldout` file",
         )
-    first_heldout = len(texts) - max(1, len(texts) // LINES_PER_HELDOUT_LINE)
-    return texts[:first_heldout][: calibration.calib_size], texts[first_heldout:]
+    first_heldout = len(rows) - max(1, len(rows) // LINES_PER_HELDOUT_LINE)
+    used = rows[:first_heldout][: calibration.calib_size]
+    return list(map(write, used)), list(map(write, rows[first_heldout:]))
+
+
+def _content(row: Row) -> str:
+    """What a row says, whatever a template makes of it."""
+    return json.dumps(row.messages) if row.messages else row.text or ""
 
 
 def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int) -> list[list[int]]:

@@ -91,6 +91,7 @@ def quantize(
     trtllm: Ranks | None = None,
     vllm: bool = False,
     with_code: bool = False,
+    chat: Path | None = None,
     resume: Path | None = None,
 ) -> QuantizedCheckpoint:
     """Quantize the checkpoint `source` and write it into `out_dir`. The same input gives the same
@@ -103,6 +104,7 @@ def quantize(
     vllm: also write the format that vLLM reads, from the same calibration; only for an algorithm
     that `needs_vllm_format`.
     with_code: also copy the source's Python modules, for a runtime that is told to trust them.
+    chat: the checkpoint whose template writes conversations of the calibration text: the target.
     resume: a folder of this one input, where a killed run has left what it had finished, and where
     this one keeps what it finishes; None keeps nothing. The caller removes it.
 
@@ -135,6 +137,7 @@ def quantize(
             algorithm,
             quantization.kv_cache_quant_algo,
             calibration,
+            chat,
             trtllm,
             vllm,
             out_dir,
@@ -238,6 +241,7 @@ def _quantize(
     algorithm: Algorithm,
     kv_cache_quant_algo: KvCacheQuantAlgo | None,
     calibration: CalibrationConfig,
+    chat: Path | None,
     trtllm: Ranks | None,
     vllm: bool,
     out_dir: Path,
@@ -245,7 +249,7 @@ def _quantize(
     progress: Progress,
 ) -> tuple[QuantizationQuality, VllmFormat | None, tuple[Finding, ...]]:
     """Calibrate, measure quality, write, and read back. All formats come from one calibration."""
-    texts, heldout_texts = split_texts(calibration)
+    texts, heldout_texts = split_texts(calibration, chat)
     length = min(calibration.calib_max_seq_length, source.shape.max_position_embeddings)
     samples = encode(texts, source.path, length, source.shape.vocab_size)
     heldout_samples = encode(heldout_texts, source.path, length, source.shape.vocab_size)

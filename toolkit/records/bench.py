@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from toolkit.records.measured import (
     Acceptance,
+    AcceptanceWindow,
     CounterCheck,
     Finding,
     Gate,
+    Interval,
     Latency,
     Metric,
     Ratio,
@@ -64,6 +66,9 @@ class BenchArm:
     output_tokens None: the server did not count them. errors: text -> number of requests. lag_*:
     how late requests were sent, compared with the schedule of an open loop.
 
+    goodput_share: of the sent requests, those that met every limit; None: no limits are stated.
+    acceptance_over_time: of an open loop; a closed one sends when the server lets it.
+
     acceptance_source: the answers of our requests, or the server's counters, which count other
     clients' requests, too; None: nothing tells the acceptance.
     """
@@ -88,6 +93,8 @@ class BenchArm:
     acceptance_source: AcceptanceSource | None = None
     acceptance_rate_by_round: tuple[float, ...] = ()
     acceptance_length_by_round: tuple[float, ...] = ()
+    goodput_share: Interval | None = None
+    acceptance_over_time: tuple[AcceptanceWindow, ...] = ()
 
     @property
     def acceptance_rate(self) -> float | None:

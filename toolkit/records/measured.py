@@ -9,6 +9,8 @@ from toolkit.words import GateOutcome, Severity
 
 __all__ = [
     "Acceptance",
+    "AcceptanceSlice",
+    "AcceptanceWindow",
     "Arm",
     "Arms",
     "Better",
@@ -182,17 +184,35 @@ class Acceptance:
 @dataclass(frozen=True, slots=True)
 class AcceptanceSlice:
     """The acceptance of some of the requests. of: those with prompts of `least` to `most` tokens,
-    or those whose prompt began in the KV cache of an earlier request (`reused_prefix`) or did not.
+    those whose prompt began in the KV cache of an earlier request (`reused_prefix`) or did not, or
+    those of one domain, which has a `name`.
 
-    rate: None where the server does not tell how many tokens were drafted.
+    rate: None where the server does not tell how many tokens were drafted. by_position: the share
+    of the drafted tokens at each position that were accepted; empty where the server does not tell.
     """
 
-    of: Literal["prompt_tokens", "reused_prefix", "new_prefix"]
+    of: Literal["prompt_tokens", "reused_prefix", "new_prefix", "domain"]
     least: int
     most: int
     requests: int
     rate: float | None
     length: float | None
+    name: str = ""
+    by_position: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceWindow:
+    """The acceptance of requests that were sent one after another, the first of them begin_s and
+    the last end_s after the first of all. length, rate and by_position: as of AcceptanceSlice.
+    """
+
+    begin_s: float
+    end_s: float
+    requests: int
+    rate: float | None
+    length: float | None
+    by_position: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

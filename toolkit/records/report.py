@@ -8,9 +8,11 @@ from toolkit.records.advice import Advice, Grid
 from toolkit.records.bench import BenchPoint, Crossover
 from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.judged import Agreement, Distribution, DraftCheck, Parity, Sampled, StopCheck
+from toolkit.records.load import LoadRun
 from toolkit.records.measured import (
     Acceptance,
     AcceptanceSlice,
+    AcceptanceWindow,
     Arms,
     CounterCheck,
     Finding,
@@ -24,7 +26,7 @@ from toolkit.words import ReportedPlainArm, Verdict
 __all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
 
 # The version of report.json. Raise it when a key is added, removed or changes its meaning.
-REPORT_SCHEMA_VERSION = 11
+REPORT_SCHEMA_VERSION = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,10 @@ class ValidationReport:
 
     arms, speedup, acceptance and parity hold for temperature 0; sampled has the same for the YAML's
     temperature. loads: both arms at each number in validation.latency.concurrency, at temperature
-    0. crossover: where speculation stops paying. replaced: in a rehearsal, what stood in for what,
-    in words; empty for a real deployment. memory: what the plan expected; `stages` has what was
-    measured. advice and grid: from `tune`, during the build or later, if it used these engines.
+    0. crossover: where speculation stops paying. load: both arms in an open loop, if
+    validation.load is set. replaced: in a rehearsal, what stood in for what, in words; empty for a
+    real deployment. memory: what the plan expected; `stages` has what was measured. advice and
+    grid: from `tune`, during the build or later, if it used these engines.
     """
 
     schema_version: int
@@ -66,5 +69,8 @@ class ValidationReport:
     grid: Grid | None = None
     # request: a parameter turns speculation off; restarts: a server without speculation takes turns
     plain_arm: ReportedPlainArm = "request"
-    # of the greedy requests: by length of the prompt, and with and without a reused prefix
+    # of the greedy requests: by length of the prompt, by domain, and with and without a reused
+    # prefix
     acceptance_slices: tuple[AcceptanceSlice, ...] = ()
+    load: LoadRun | None = None
+    acceptance_over_time: tuple[AcceptanceWindow, ...] = ()  # of the greedy requests

@@ -19,9 +19,11 @@ from toolkit.records.judged import (
 )
 from toolkit.records.measured import Acceptance, Arm, Gate, Interval, Ratio, Speedup
 from toolkit.records.report import ValidationReport
+from toolkit.report.acceptance import acceptance_tables
 from toolkit.report.advice import at_once
 from toolkit.report.cells import DASH, Table, capital, interval, number, percent, size
 from toolkit.report.expected import measured_peak
+from toolkit.report.load import load_tables
 from toolkit.report.outlook import outlook_tables
 from toolkit.rounding import decimals
 
@@ -59,6 +61,8 @@ def gate_title(gate: Gate) -> str:
         title += f", {REFERENCES[scope.reference]}"
     if scope.concurrency is not None:
         title += f", {at_once(scope.concurrency)}"
+    if scope.rate is not None:
+        title += f", {scope.rate:g} requests/s"
     if scope.temperature is not None:
         title += f", T = {scope.temperature:g}" if scope.temperature else ", greedy"
     return title
@@ -221,13 +225,12 @@ def gates_table(report: ValidationReport) -> Table:
 def tables(report: ValidationReport) -> list[Table]:
     """Return all tables behind the verdict, in the order of a reader's questions."""
     shown_tables = [_replaced(report.replaced)] if report.replaced else []
-    shown_tables += [_speed(report), _latencies(report)]
+    shown_tables += [_speed(report), _latencies(report), *load_tables(report.load)]
     if any(ratio.estimate is not None for _, ratios in _ratios(report) for ratio in ratios):
         shown_tables.append(_latency_ratios(report))
     if report.acceptance is not None:
         shown_tables.append(_acceptance(report))
-    if len(report.acceptance_slices) > 1:
-        shown_tables.append(_acceptance_slices(report))
+    shown_tables += acceptance_tables(report)
     if report.parity is not None:
         shown_tables.append(_parity(report))
         shown_tables += [
@@ -426,28 +429,6 @@ def _acceptance(report: ValidationReport) -> Table:
         names,
         note if len(rows) > 2 else "",
         is_brief=True,
-    )
-
-
-def _acceptance_slices(report: ValidationReport) -> Table:
-    names = {"new_prefix": "new to the KV cache", "reused_prefix": "began in the KV cache"}
-    rows = [
-        (
-            names.get(part.of, f"{part.least:,} to {part.most:,} tokens"),
-            f"{part.requests:,}",
-            number(part.length),
-            percent(part.rate),
-        )
-        for part in report.acceptance_slices
-    ]
-    lengths = (heading("acceptance_length"), heading("acceptance_rate"))
-    return Table(
-        "Acceptance by prompt, greedy",
-        ("prompts", "requests", *lengths),
-        tuple(rows),
-        ("acceptance_length", "acceptance_rate"),
-        "Requests of all rounds. Drafts may agree less far from what they were trained on, such as"
-        " behind long prompts.",
     )
 
 

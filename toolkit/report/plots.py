@@ -9,6 +9,7 @@ from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import Parity
 from toolkit.records.measured import Acceptance, Arm, Arms, Metric
 from toolkit.records.report import ValidationReport
+from toolkit.report.acceptance import acceptance_plots
 from toolkit.report.cells import capital
 from toolkit.report.expected import (
     draft_length_plot,
@@ -17,6 +18,7 @@ from toolkit.report.expected import (
     speed_sweep_plot,
     throughput_sweep_plot,
 )
+from toolkit.report.load import load_plots
 from toolkit.report.svg import ARM_CLASSES, BOTTOM, LEFT, RIGHT, TOP, Drawing, Plot, Scale, ticks
 from toolkit.words import Role
 
@@ -34,6 +36,7 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     yield throughput_plot(report)
     if report.acceptance is not None and report.acceptance.by_position:
         yield acceptance_plot(report)
+    yield from acceptance_plots(report)
     for plot in (
         draft_length_plot(report),
         grid_plot(report),
@@ -42,6 +45,8 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     ):
         if plot is not None:
             yield plot
+    if report.load is not None:
+        yield from load_plots(report.load, report.gates)
     if report.arms.speculative is not None:
         yield prompts_plot(report.arms.plain, report.arms.speculative)
     for name in ("e2e", "itl", "ttft", "icl"):

@@ -126,6 +126,23 @@ class Rule(Protocol):
         """Record that these tokens were added to the output."""
         ...
 
+    def chances(self, logits: Floats, tokens: Sequence[int]) -> list[float]:
+        """The probability of each token in its row of logits [len(tokens), vocab], after
+        temperature and filters. Draws nothing.
+        """
+        ...
+
+    def acceptable(
+        self, logits: Floats, tokens: Sequence[int], target_chances: Sequence[float]
+    ) -> list[float]:
+        """For each of these output tokens, the probability that a draft from its row would have
+        been accepted, as far as this one token shows it.
+
+        logits [len(tokens), vocab]: the draft's, along the output. target_chances: what `chances`
+        gave for the tokens when the target chose them. Penalties are left out.
+        """
+        ...
+
 
 class RuleFactory(Protocol):
     def __call__(self, sampling: Sampling, vocab_size: int) -> Rule: ...
@@ -149,6 +166,22 @@ class _Penalised:
             for token in tokens:
                 self._penalties.note(token)
 
+    def chances(self, logits: Floats, tokens: Sequence[int]) -> list[float]:
+        rows = weights(logits, self._sampling)
+        chosen = rows[np.arange(len(tokens)), list(tokens)]
+        quotients: list[float] = (chosen / rows.sum(axis=-1, dtype=np.float64)).tolist()
+        return quotients
+
+    def acceptable(
+        self, logits: Floats, tokens: Sequence[int], target_chances: Sequence[float]
+    ) -> list[float]:
+        """The target chose the tokens, so the mean of min(1, draft / target) over them is what
+        speculative sampling accepts: the sum of min(draft, target) over the vocabulary. Shared
+        noise accepts a little less.
+        """
+        pairs = zip(self.chances(logits, tokens), target_chances, strict=True)
+        return [min(1.0, draft / max(target, 1e-30)) for draft, target in pairs]
+
     def _penalised(self, logits: Floats, drafts: list[int], first: int) -> Floats:
         return logits if self._penalties is None else self._penalties.apply(logits, drafts, first)
 
@@ -166,6 +199,14 @@ class Greedy(_Penalised):
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         return match(drafts, self._penalised(logits, drafts, 0).argmax(-1).tolist().__getitem__)
+
+    def chances(self, logits: Floats, tokens: Sequence[int]) -> list[float]:
+        return [float(best == token) for best, token in zip(logits.argmax(-1), tokens, strict=True)]
+
+    def acceptable(
+        self, logits: Floats, tokens: Sequence[int], target_chances: Sequence[float]
+    ) -> list[float]:
+        return self.chances(logits, tokens)
 
 
 class Rejection(_Penalised):
@@ -221,16 +262,29 @@ class Coupled(_Penalised):
 
 
 class SampleMatch(_Penalised):
+    """The target draws once for every output token, in order, and the draft from a generator of
+    its own. So with a seed the output is the same whatever the draft or the draft length.
+    """
+
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
         self._random = random.Random(sampling.seed)
+        self._draft_random = random.Random(
+            None if sampling.seed is None else f"draft {sampling.seed}"
+        )
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
-        return draw(self._weights(logits[None], drafts, len(drafts))[0], self._random.random())
+        uniform = self._draft_random.random()
+        return draw(self._weights(logits[None], drafts, len(drafts))[0], uniform)
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         rows = self._weights(logits, drafts, 0)
         return match(drafts, lambda index: draw(rows[index], self._random.random()))
+
+    def acceptable(
+        self, logits: Floats, tokens: Sequence[int], target_chances: Sequence[float]
+    ) -> list[float]:
+        return self.chances(logits, tokens)
 
 
 class VerifyOnly:
@@ -258,6 +312,14 @@ class VerifyOnly:
 
     def note(self, tokens: Sequence[int]) -> None:
         self._rule.note(tokens)
+
+    def chances(self, logits: Floats, tokens: Sequence[int]) -> list[float]:
+        return self._rule.chances(logits, tokens)
+
+    def acceptable(
+        self, logits: Floats, tokens: Sequence[int], target_chances: Sequence[float]
+    ) -> list[float]:
+        return [0.0] * len(tokens)
 
 
 RULES: Mapping[RuntimeRule, RuleFactory] = {

@@ -21,12 +21,17 @@ from typing import Any, Protocol
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
+from toolkit.speculative.adaptive import Controller
+from toolkit.speculative.call_costs import CallCosts
 from toolkit.speculative.ending import Reason, last_text, read_block
 from toolkit.speculative.stats import Tally
 from toolkit.speculative.text import TextStream
-from toolkit.words import FinishReason
+from toolkit.words import DraftLenReason, FinishReason
 
-__all__ = ["DraftFailed", "Drafts", "Engines", "Part", "Rounds", "Settings"]
+__all__ = ["Adaptive", "DraftFailed", "Drafts", "Engines", "Part", "Rounds", "Settings"]
+
+MEASURED_PLAIN_TOKENS = 8  # that are decoded plainly to learn what that costs
+PLAIN_TOKENS_AT_LOAD = 32  # after which it is decided again, where no draft pays
 
 
 class DraftFailed(RequestError):
@@ -83,8 +88,9 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One request. draft_len 0: plain decoding. on_draft_failure: error | plain (the rest of the
-    request is decoded without drafts).
+    """One request. draft_len 0: plain decoding. draft_len_reason: why it is that long, if nothing
+    chooses it while the request runs. on_draft_failure: error | plain (the rest of the request is
+    decoded without drafts).
     """
 
     request_id: str
@@ -93,12 +99,23 @@ class Settings:
     draft_len: int
     end_ids: frozenset[int]
     arrival_ns: int
+    draft_len_reason: DraftLenReason = "fixed"
     deadline_ns: int | None = None
     on_draft_failure: str = "error"
     # Drafts are verified and none is accepted: this tests the target's verify call.
     verify_only: bool = False
     log_probs: bool = False
     running_stats: bool = False  # every event has the statistics so far
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """What chooses draft lengths, shared by the requests of a deployment that come one after the
+    other. costs: the same that the controller decides by.
+    """
+
+    controller: Controller
+    costs: CallCosts
 
 
 class Rounds:
@@ -116,8 +133,11 @@ class Rounds:
         *,
         cancelled: Callable[[], bool] = lambda: False,
         clock: Callable[[], int] = time.monotonic_ns,
+        adaptive: Adaptive | None = None,
     ) -> None:
-        """cancelled: called between engine calls; returns whether the client is gone."""
+        """cancelled: called between engine calls; returns whether the client is gone. adaptive:
+        chooses how much of settings.draft_len is used; None: all of it.
+        """
         self.draft_failure: DraftFailed | None = None
         self.log_probs: list[float] = []
         self.next_best: list[tuple[int, float]] = []
@@ -128,8 +148,15 @@ class Rounds:
         self._clock = clock
         self._ids = list(settings.prompt_ids)
         self._end = len(self._ids) + settings.max_tokens
+        self._adaptive = adaptive
+        self._adaptation = None if adaptive is None else adaptive.controller.begin()
+        self._reason = settings.draft_len_reason
         self._tally = Tally(
-            len(self._ids), settings.draft_len, settings.arrival_ns, settings.log_probs
+            len(self._ids),
+            settings.draft_len,
+            settings.arrival_ns,
+            settings.log_probs,
+            self._adaptation,
         )
         self._tally.first_scheduled_ns = clock()
 
@@ -138,54 +165,121 @@ class Rounds:
         ends the request.
         """
         speculates = self._settings.draft_len > 0 and self._settings.max_tokens > 2
-        parts = self._speculative() if speculates else self._plain()
-        for event in parts:
-            yield event
-            if event.finish_reason is not None:
-                return
+        try:
+            for event in self._speculative() if speculates else self._plain():
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            if self._adaptive is not None and self._adaptation is not None:
+                self._adaptive.controller.finish(self._adaptation)
 
     def _speculative(self) -> Iterator[TokenEvent]:
         # The first token is requested without drafts, so that it does not wait for the draft's
         # prefill.
         yield self._take(self._engines.verify(self._ids, NO_DRAFTS))
         while (overdue_event := self._overdue_event()) is None:
-            started = self._clock()
-            room = min(self._settings.draft_len, self._end - len(self._ids) - 1)
+            room = min(self._choose_draft_len(), self._end - len(self._ids) - 1)
+            if self._adaptation is not None and room == 0:
+                yield from self._plain(self._plain_tokens())
+                continue
             try:
-                drafts = self._engines.draft(self._ids, room) if room > 0 else NO_DRAFTS
+                yield self._round(room)
             except DraftFailed as failure:
                 if self._settings.on_draft_failure == "error":
                     raise
                 self.draft_failure = failure
+                self._reason, self._adaptation = "draft failed", None
                 yield from self._plain()
                 return
-            drafted = self._clock()
-            part = self._engines.verify(self._ids, drafts)
-            self._tally.add_time(drafted - started, self._clock() - drafted, 0)
-            if self._settings.verify_only:
-                yield self._take(
-                    Part(part.ids[:1], part.log_probs[:1], part.next_best[:1]),
-                    checked=len(drafts.ids),
-                )
-            else:
-                yield self._take(part, drafts, checked=len(drafts.ids))
         yield overdue_event
 
-    def _plain(self) -> Iterator[TokenEvent]:
-        """Decode the rest of the request with the target alone."""
-        with contextlib.closing(
-            self._engines.plain(self._ids, self._end - len(self._ids))
-        ) as parts:
-            started = self._clock()
+    def _round(self, room: int) -> TokenEvent:
+        """Draft up to `room` tokens and verify them. Raises DraftFailed."""
+        started = self._clock()
+        drafts = self._engines.draft(self._ids, room) if room > 0 else NO_DRAFTS
+        drafted = self._clock()
+        part = self._engines.verify(self._ids, drafts)
+        verified = self._clock()
+        self._tally.add_time(drafted - started, verified - drafted, 0)
+        if self._settings.verify_only:
+            part = Part(part.ids[:1], part.log_probs[:1], part.next_best[:1])
+            return self._take(part, checked=len(drafts.ids))
+        event = self._take(part, drafts, checked=len(drafts.ids))
+        accepted = min(len(drafts.ids), max(0, len(event.token_ids) - 1))
+        self._learn(len(drafts.ids), accepted, verified - started)
+        return event
+
+    def _plain(self, count: int | None = None) -> Iterator[TokenEvent]:
+        """Decode `count` tokens, or the rest of the request, with the target alone."""
+        before = len(self._ids)
+        count = self._end - before if count is None else min(count, self._end - before)
+        with contextlib.closing(self._engines.plain(self._ids, count)) as parts:
+            started, is_first = self._clock(), True
             for part in parts:
-                self._tally.add_time(0, self._clock() - started, 0)
+                elapsed = self._clock() - started
+                self._tally.add_time(0, elapsed, 0)
+                if part.ids:
+                    self._learn_plain(len(part.ids), None if is_first else elapsed)
+                is_first = False
                 yield self._take(part)
                 if (overdue_event := self._overdue_event()) is not None:
                     yield overdue_event
                     return
                 started = self._clock()
-        # The engine stopped early: at a stop word, or at an end token that it does not return.
-        yield self._ending_event("stop")
+        if len(self._ids) < before + count:
+            # The engine stopped early: at a stop word, or at an end token that it does not return.
+            yield self._ending_event("stop")
+
+    # Adaptive draft lengths.
+
+    def _choose_draft_len(self) -> int:
+        """The length of the next round; 0: plain decoding is better now."""
+        state, adaptive = self._adaptation, self._adaptive
+        if state is None or adaptive is None:
+            return self._settings.draft_len
+        untried = adaptive.costs.untried()
+        if untried is not None:
+            self._reason = "measuring"
+            return min(untried, self._settings.draft_len)
+        if adaptive.controller.is_probe_due(state):
+            self._reason = "probe"
+            return adaptive.costs.probe_len
+        adaptive.controller.reconsider()
+        adaptive.controller.choose([state], limit=self._settings.draft_len)
+        self._reason = state.reason
+        return state.draft_len or 0
+
+    def _plain_tokens(self) -> int:
+        """How many tokens to decode plainly before it is decided again."""
+        if self._reason == "measuring":
+            return MEASURED_PLAIN_TOKENS
+        if self._adaptation is None or self._reason != "acceptance":
+            return PLAIN_TOKENS_AT_LOAD
+        return max(1, self._adaptation.probe_after - self._adaptation.plain_tokens)
+
+    def _learn(self, drafted: int, accepted: int, ns: int) -> None:
+        """Learn from a round. The first round after others of another kind does not count as a
+        cost: then the draft reads what it has not seen.
+        """
+        state, adaptive = self._adaptation, self._adaptive
+        if state is None or adaptive is None or drafted == 0:
+            return
+        if state.plain_tokens == 0 and self._tally.has_drafted(2):
+            adaptive.costs.note(drafted, ns)
+        if self._reason == "probe":
+            shares = [1.0] * accepted + [0.0] * (accepted < drafted)
+            adaptive.controller.note_probe(state, shares, 1)
+        else:
+            adaptive.controller.note_block(state, drafted, accepted)
+
+    def _learn_plain(self, tokens: int, ns: int | None) -> None:
+        """ns None: the call was the first of several, and shorter than calls usually are."""
+        if self._adaptation is None or self._adaptive is None:
+            return
+        self._adaptive.controller.note_plain(self._adaptation, tokens)
+        if ns is not None:
+            self._adaptive.costs.note(0, ns // tokens)
 
     def _take(self, part: Part, drafts: Drafts = NO_DRAFTS, *, checked: int = 0) -> TokenEvent:
         """Add the target's tokens, up to the first that ends the request. checked: how many drafts
@@ -225,10 +319,10 @@ class Rounds:
         if new:
             self._tally.add_tokens(new, self._clock())
         if checked:
-            self._tally.add_step(checked, accepted)
+            self._tally.add_step(checked, accepted, self._reason)
             return
         for _ in range(new - is_first):  # one step per token; the first token comes from prefill
-            self._tally.add_step(0, 0)
+            self._tally.add_step(0, 0, self._reason)
 
     def _overdue_event(self) -> TokenEvent | None:
         """The last event, if the request is past its deadline or cancelled."""

@@ -29,6 +29,9 @@ __all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
 
 # How far a cache may be behind at the start of a block: the last draft and the bonus token.
 MAX_LAG_TOKENS = 2
+# After a hole in the text, so many tokens do not count in a probe: the draft has too little to go
+# by.
+HOLE_TOKENS = 4
 
 
 class Drafter(Protocol):
@@ -37,9 +40,17 @@ class Drafter(Protocol):
         ...
 
     def propose(self, sequences: Slots[Sequence]) -> None:
-        """Append up to draft_room() tokens to each sequence's `drafts`. Every sequence was fed
-        before and has room for at least one token. A sequence whose draft fails keeps the drafts
-        that it has, and `draft_failed` is set.
+        """Append up to draft_room() tokens to each sequence's `drafts`. Every sequence has room for
+        at least one token; what its slot was not fed is fed first. A sequence whose draft fails
+        keeps the drafts that it has, and `draft_failed` is set.
+        """
+        ...
+
+    def probe(self, sequences: Slots[Sequence], counts: Slots[int]) -> list[list[float]]:
+        """Compare the last counts[i] tokens of sequences[i], which are output that came without
+        drafts, with what would have been drafted at each of them. Returns for each sequence the
+        probabilities that they would have been accepted, in order; a drafter may leave tokens out.
+        The slots need not have been fed.
         """
         ...
 
@@ -100,6 +111,39 @@ class ModelDrafter:
         for sequence in sequences:
             self._valid_tokens[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
 
+    def probe(self, sequences: Slots[Sequence], counts: Slots[int]) -> list[list[float]]:
+        """One forward of the last tokens. If the cache ends long before them, the draft reads them
+        right after what it has: a hole in the text, over which it predicts a little worse. The
+        first tokens after a hole do not count, and the next use of the cache cuts it back to what
+        belongs to the sequence.
+        """
+        shortest = min(len(row.ids) for row in sequences) - 1
+        width = min(max(counts) + HOLE_TOKENS, self._engine.max_step_tokens, shortest)
+        starts = [min(self._valid_tokens[row.slot], len(row.ids) - 1 - width) for row in sequences]
+        slots = [row.slot for row in sequences]
+        self._rewind(slots, starts)
+        tokens = token_rows([row.ids[-1 - width : -1] for row in sequences])
+        logits = self._engine.forward(slots, tokens)  # [rows, width, vocab]
+        are_greedy = all(row.rule.is_argmax for row in sequences)
+        choices, host = (argmax(logits), None) if are_greedy else ([], to_host(logits))
+        results = []
+        for index, (row, start, count) in enumerate(zip(sequences, starts, counts, strict=True)):
+            is_whole = start + width == len(row.ids) - 1
+            if is_whole:
+                self._valid_tokens[row.slot] = start + width
+            seen = min(count, width if is_whole else max(1, width - HOLE_TOKENS))
+            if host is None:
+                same = zip(choices[index][-seen:], row.ids[-seen:], strict=True)
+                results.append([float(choice == token) for choice, token in same])
+                continue
+            chances = list(row.target_chances)[-seen:]
+            seen = len(chances)
+            if seen and math.isfinite(float(host[index, -seen:].max())):
+                results.append(row.rule.acceptable(host[index, -seen:], row.ids[-seen:], chances))
+            else:
+                results.append([0.0] * seen)
+        return results
+
     def settle(self, slot: int, length: int) -> None:
         self._valid_tokens[slot] = min(self._valid_tokens[slot], length)
 
@@ -134,7 +178,7 @@ class Lookup:
         self._sizes = range(max_ngram_size, 0, -1)
         # n-gram -> the index after its last occurrence, not counting the one at the very end
         self._index_after: dict[tuple[int, ...], int] = {}
-        self._indexed_tokens = 0
+        self.indexed_tokens = 0
 
     def __call__(self, ids: Slots[int], room: int) -> list[int]:
         """Find the longest ending of `ids` that occurred before, and return up to `room` tokens
@@ -142,11 +186,11 @@ class Lookup:
 
         ids must begin with the ids of the previous call.
         """
-        for end in range(max(1, self._indexed_tokens), len(ids)):
+        for end in range(max(1, self.indexed_tokens), len(ids)):
             for size in self._sizes:
                 if size <= end:
                     self._index_after[tuple(ids[end - size : end])] = end
-        self._indexed_tokens = len(ids)
+        self.indexed_tokens = len(ids)
         for size in self._sizes:
             start = self._index_after.get(tuple(ids[-size:])) if size < len(ids) else None
             if start is not None:
@@ -168,17 +212,36 @@ class NgramDrafter:
         self._lookups: dict[int, Lookup] = {}
 
     def feed(self, slot: int, ids: list[int]) -> None:
-        self._lookups.setdefault(slot, Lookup(self._max_ngram_size))
+        self._lookup(slot)
 
     def propose(self, sequences: Slots[Sequence]) -> None:
         for sequence in sequences:
             room = sequence.draft_room()
-            drafts = self._lookups[sequence.slot](sequence.ids, room)
+            drafts = self._lookup(sequence.slot)(sequence.ids, room)
             if self._padded:
                 drafts += [sequence.ids[-1]] * (room - len(drafts))
             for token in drafts:
                 sequence.drafts.append(token)
                 sequence.rule.adopt(token)
+
+    def probe(self, sequences: Slots[Sequence], counts: Slots[int]) -> list[list[float]]:
+        """Where nothing would have been looked up, there is nothing to count, and nothing to pay
+        for either.
+        """
+        results = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            lookup, ids = self._lookup(sequence.slot), sequence.ids
+            shares = []
+            # What is indexed already would be found by looking ahead.
+            for end in range(max(len(ids) - count, lookup.indexed_tokens), len(ids)):
+                shares += [float(draft == ids[end]) for draft in lookup(ids[:end], 1)]
+            results.append(shares)
+        return results
+
+    def _lookup(self, slot: int) -> Lookup:
+        if slot not in self._lookups:
+            self._lookups[slot] = Lookup(self._max_ngram_size)
+        return self._lookups[slot]
 
     def settle(self, slot: int, length: int) -> None:
         """Does nothing: look-ups read the sequence itself, which holds accepted tokens only."""

@@ -4,15 +4,17 @@ changes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Set
 
 from toolkit.interfaces import GenerationRequest, TokenEvent
 from toolkit.speculative.acceptance import Rule
+from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation
 from toolkit.speculative.ending import Reason, last_text, read_block
 from toolkit.speculative.sampling import Floats, log_probability
 from toolkit.speculative.stats import Tally
 from toolkit.speculative.text import TextStream
-from toolkit.words import FinishReason
+from toolkit.words import DraftLenReason, FinishReason
 
 __all__ = ["OnEvent", "Sequence"]
 
@@ -34,7 +36,12 @@ class Sequence:
         eos: Set[int],
         draft_len: int,
         arrival_ns: int,
+        adaptation: Adaptation | None = None,
+        reason: DraftLenReason = "fixed",
     ) -> None:
+        """draft_len: the longest draft of the request. adaptation: chooses how much of it is used;
+        None: all of it, and `reason` says why.
+        """
         self.request = request
         self.on_event = on_event
         self.rule = rule
@@ -43,7 +50,9 @@ class Sequence:
         self.slot = -1
         self.prefilled = 0  # prompt tokens in the target's cache
         self.finish_reason: FinishReason | None = None
-        self.tally = Tally(len(self.ids), draft_len, arrival_ns, request.cumulative_logprob)
+        self.tally = Tally(
+            len(self.ids), draft_len, arrival_ns, request.cumulative_logprob, adaptation
+        )
         self._text = text
         self._eos = eos
         self._end = len(self.ids) + request.max_tokens
@@ -51,6 +60,15 @@ class Sequence:
         # The draft's numbers for this request are not finite: the rest of it is decoded plainly.
         self.draft_failed = False
         self.load_limit = draft_len  # draft tokens the load allows; the runtime sets it each step
+        self.adaptation = adaptation
+        self._reason = reason
+        # Of the newest tokens, the probability that the target's own distribution gave them; kept
+        # while a probe may need it.
+        self.target_chances: deque[float] = deque(maxlen=PROBE_TOKENS)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
 
     @property
     def speculates(self) -> bool:
@@ -65,7 +83,22 @@ class Sequence:
         """
         if self.draft_failed:
             return 0
-        return min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
+        room = min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
+        if self.adaptation is None or self.adaptation.draft_len is None:
+            return room
+        return min(room, self.adaptation.draft_len)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its draft length is chosen while it runs."""
+        return self.adaptation is not None and self.speculates and not self.draft_failed
+
+    @property
+    def reason(self) -> DraftLenReason:
+        """Why the next step drafts as many tokens as it does."""
+        if self.draft_failed:
+            return "draft failed"
+        return self._reason if self.adaptation is None else self.adaptation.reason
 
     def take(self, accepted: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:
         """Add the accepted drafts and `token`, up to the first that ends the request. Returns the
@@ -84,7 +117,7 @@ class Sequence:
         self.rule.note(new)
         self.tally.add_tokens(len(new), now_ns)
         if is_verify_step:
-            self.tally.add_step(len(self.drafts), min(accepted, len(new)))
+            self.tally.add_step(len(self.drafts), min(accepted, len(new)), self.reason)
         if logits is not None:
             for index, new_id in enumerate(new):
                 self.tally.add_logprob(log_probability(logits[index], new_id))

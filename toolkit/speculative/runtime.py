@@ -3,14 +3,15 @@ request its next tokens.
 
 A step has four parts. It ends the requests that are cancelled or past their deadline, gives free
 slots to waiting requests, prefills a bounded number of prompt tokens, and runs one verify step for
-all running requests. In a verify step the draft proposes tokens, the target verifies all of them in
-one forward, each request accepts what its own rule allows and gets one token more, and both caches
-are cut back to the accepted tokens. A request that decodes plainly goes the same way without
-drafts: its row of the forward is one token wide, and the draft does not run for it.
+all running requests. Where the engine packs rows, the last two share a forward of the target. In a
+verify step the draft proposes tokens, the target verifies all of them in one forward, each request
+accepts what its own rule allows and gets one token more, and both caches are cut back to the
+accepted tokens. A request that decodes plainly goes the same way without drafts: its row of the
+forward is one token wide, and the draft does not run for it.
 
 The output of a request does not depend on the other requests in the batch: rows are independent,
-every request draws from its own generator, and prompts are prefilled one by one in chunks that
-start at fixed positions. (Forwards of other shapes may round differently; in float64 that changes
+every request draws from its own generator, and prompts are prefilled in chunks that start at fixed
+positions. (Forwards of other shapes may round differently; in float64 that changes
 no token.)
 
 Threads: submit, cancel and counters may be called from anywhere. One thread at a time takes the
@@ -33,22 +34,25 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import GenerationRequest, StepEngine, TokenEvent
+from toolkit.interfaces import GenerationRequest, PackingEngine, StepEngine, TokenEvent
 from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
+from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
+from toolkit.speculative.costs import StepCosts, measured_costs
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
+from toolkit.speculative.prefill import Chunk, next_chunks
 from toolkit.speculative.request_state import OnEvent, Sequence
+from toolkit.speculative.rows import rows_forward
 from toolkit.speculative.sampling import (
     NOT_FINITE,
     Floats,
     are_finite,
     argmax,
     to_host,
-    token_rows,
 )
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
-from toolkit.words import AcceptanceChoice, FinishReason, RuntimeRule
+from toolkit.words import AcceptanceChoice, DraftLenReason, FinishReason, RuntimeRule
 
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
 
@@ -69,7 +73,10 @@ class RuntimeSettings:
 
     acceptance (auto | rejection | coupled | sample_match) and draft_len_schedule are defaults for
     requests that state no rule or no draft length of their own. The schedule holds (running
-    requests, draft length) pairs; each applies from that many requests on.
+    requests, draft length) pairs; each applies from that many requests on. max_prompt_tokens:
+    requests with longer prompts are decoded plainly. adaptive: each request's draft length, up to
+    the one that schedule and max_draft_len allow, is chosen while it runs; None: it is used in
+    full. All of these are for requests that state no draft length.
     """
 
     max_draft_len: int
@@ -78,6 +85,8 @@ class RuntimeSettings:
     eos_token_ids: tuple[int, ...] = ()
     draft_len_schedule: tuple[tuple[int, int], ...] = ()
     max_input_len: int | None = None  # None: as long as the target's context allows
+    max_prompt_tokens: int | None = None
+    adaptive: AdaptiveSettings | None = None
 
 
 class SpeculativeRuntime:
@@ -93,9 +102,11 @@ class SpeculativeRuntime:
         rules: Mapping[RuntimeRule, RuleFactory] = RULES,
         drafter: Drafter | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        costs: StepCosts | None = None,
     ) -> None:
         """drafter: a source of drafts to use instead of the draft engine. clock: monotonic
-        nanoseconds. Raises UsageError if the engines cannot serve together.
+        nanoseconds. costs: of the engines, for adaptive lengths; None: they are timed now. Raises
+        UsageError if the engines cannot serve together.
         """
         check_engines(target, draft, settings.max_draft_len)
         self.codec = codec
@@ -113,6 +124,13 @@ class SpeculativeRuntime:
         self._eos = frozenset(settings.eos_token_ids)
         self._rules = rules
         self._clock = clock
+        self._adaptive: Controller | None = None
+        self._costs = costs
+        if settings.adaptive is not None and self._max_draft_len:
+            if self._costs is None:
+                drafting_engine = draft if drafter is None else None
+                self._costs = measured_costs(target, drafting_engine, self._max_draft_len, clock)
+            self._adaptive = Controller(settings.adaptive, self._costs, self._max_draft_len)
 
         self._lock = threading.Lock()  # guards the four below
         self._open: dict[str, Sequence] = {}  # waiting or active, by request id
@@ -124,7 +142,10 @@ class SpeculativeRuntime:
         self._stepping = threading.RLock()  # guards the rest: held for a whole step
         self._runner: threading.Thread | None = None
         self._free_slots = list(range(target.max_batch_size))
-        self._prefilling: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []  # in the order in which they came
+        self._oldest_first = False  # whether the oldest of them went first in the last step
+        self._packs = isinstance(target, PackingEngine)
+        self._forward_rows = rows_forward(target)
         self._running: list[Sequence] = []
         self._totals = Totals()
 
@@ -139,15 +160,18 @@ class SpeculativeRuntime:
         refused.
         """
         self._limits.check(request)
-        make_rule = self._rules[choose_rule(request, self.settings.acceptance)]
+        rule_name = choose_rule(request, self.settings.acceptance)
+        draft_len, reason = self._draft_len(request, rule_name)
         sequence = Sequence(
             request,
             on_event,
-            rule=make_rule(request.sampling, self.vocab_size),
+            rule=self._rules[rule_name](request.sampling, self.vocab_size),
             text=self.codec.stream(request.prompt_ids, request.stop),
             eos=self._eos,
-            draft_len=self._max_draft_len if request.draft_len is None else request.draft_len,
+            draft_len=draft_len,
             arrival_ns=self._clock(),
+            adaptation=self._adaptive.begin() if self._adaptive and reason == "pays" else None,
+            reason=reason,
         )
         with self._lock:
             if self._closed:
@@ -166,6 +190,23 @@ class SpeculativeRuntime:
             self._waiting.append(sequence)
         self._wake.set()
 
+    def _draft_len(
+        self, request: GenerationRequest, rule: RuntimeRule
+    ) -> tuple[int, DraftLenReason]:
+        """The longest draft of a request, and why; "pays" if its length is chosen while it runs."""
+        longest = self.settings.max_prompt_tokens
+        if request.draft_len is not None:
+            return request.draft_len, "request"
+        if longest is not None and len(request.prompt_ids) > longest:
+            return 0, "prompt length"
+        if self._adaptive is None or rule == "verify_only":
+            return self._max_draft_len, "fixed"
+        # Speculative sampling draws other numbers at another draft length, and a seed promises the
+        # same text again.
+        if rule == "rejection" and request.sampling.seed is not None:
+            return self._max_draft_len, "seed"
+        return self._max_draft_len, "pays"
+
     def cancel(self, request_id: str) -> None:
         """End a request before the next step. Does nothing for an unknown or ended request."""
         with self._lock:
@@ -177,6 +218,11 @@ class SpeculativeRuntime:
         with self._lock:
             queued = len(self._waiting)
             return self._totals.snapshot(active=len(self._open) - queued, queued=queued)
+
+    def active_ids(self) -> frozenset[str]:
+        """The ids of the requests that have a slot; the other open ones wait for one."""
+        with self._lock:
+            return frozenset(name for name, sequence in self._open.items() if sequence.slot >= 0)
 
     def generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
         """Serve one request and yield its events. Takes the steps itself if no thread is in `run`.
@@ -226,10 +272,12 @@ class SpeculativeRuntime:
                 self._admit()
             if not self._prefilling and not self._running:
                 return False
-            if self._prefilling:
-                self._prefill()
+            chunks = self._next_chunks()
+            if chunks and not (self._running and self._packs):
+                self._prefill(chunks)
+                chunks = []
             if self._running:
-                self._verify()
+                self._verify(chunks)
             return True
 
     def close(self) -> None:
@@ -265,110 +313,185 @@ class SpeculativeRuntime:
                 sequence.slot = heapq.heappop(self._free_slots)
                 sequence.tally.first_scheduled_ns = now
                 self._prefilling.append(sequence)
+        if self._adaptive is not None:
+            self._adaptive.reconsider()
+            self._choose_draft_lens([*self._running, *self._prefilling])
 
-    def _prefill(self) -> None:
-        """Feed prompts in the order they came, in whole chunks, until the step's allowance of
-        tokens is spent.
+    def _next_chunks(self) -> list[Chunk]:
+        """The chunks of prompts that this step reads.
 
-        The allowance is one chunk while most slots decode, so a long prompt delays them by at most
-        one chunk per step. It is larger when more requests wait for their first token than would be
-        delayed.
+        Their tokens are those of one chunk while most slots decode, so prompts delay them by at
+        most one chunk per step. There are more when more requests wait for their first token than
+        would be delayed.
         """
+        if not self._prefilling:
+            return []
         chunk_len = self._target.max_step_tokens
-        tokens_left = chunk_len * max(1, len(self._prefilling) - len(self._running))
-        while self._prefilling and tokens_left > 0:
-            sequence = self._prefilling[0]
-            chunk = sequence.ids[sequence.prefilled : sequence.prefilled + chunk_len]
-            tokens_left -= len(chunk)
+        max_tokens = chunk_len * max(1, len(self._prefilling) - len(self._running))
+        self._oldest_first = not self._oldest_first
+        return next_chunks(self._prefilling, chunk_len, max_tokens, oldest_first=self._oldest_first)
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """Feed chunks, in one forward if there are several and the engine packs rows."""
+        parts = [chunks] if self._packs else [[chunk] for chunk in chunks]
+        for part in parts:
             try:
-                logits = self._target.forward([sequence.slot], token_rows([chunk]), last_only=True)
-                sequence.prefilled += len(chunk)
-                prompt = sequence.ids[: sequence.prefilled]
-                if len(prompt) == len(sequence.ids):
-                    self._begin(sequence, logits)
+                logits = self._forward_chunks([], [], part)
+            except Exception as error:
+                if len(part) == 1:
+                    self._fail([part[0].sequence], error)
+                else:  # each by itself, so that a fault ends its own request only
+                    parts += [[chunk] for chunk in part]
+            else:
+                self._read(part, logits)
+
+    def _forward_chunks(
+        self, slots: list[int], blocks: list[list[int]], chunks: list[Chunk]
+    ) -> torch.Tensor:
+        """One forward for blocks of running requests, in `slots`, and for chunks of prompts. Logits
+        [n, vocab]: those of every token of the blocks, then those that end a prompt. If it fails
+        with chunks, no length has changed.
+        """
+        if not chunks:  # the path of almost every step
+            return self._forward_rows(slots, blocks, [len(block) for block in blocks])
+        for chunk in chunks:
+            # A step that failed behind its forward has not noted what that read.
+            if self._target.length(chunk.sequence.slot) > chunk.sequence.prefilled:
+                self._target.rewind([chunk.sequence.slot], [chunk.sequence.prefilled])
+        slots = slots + [chunk.sequence.slot for chunk in chunks]
+        rows = blocks + [chunk.tokens for chunk in chunks]
+        wanted = [len(block) for block in blocks] + [int(chunk.ends_prompt) for chunk in chunks]
+        before = [self._target.length(slot) for slot in slots]
+        try:
+            return self._forward_rows(slots, rows, wanted)
+        except Exception:
+            self._target.rewind(slots, before)
+            raise
+
+    def _read(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
+        """Go on behind chunks that the target has read. logits: of those that end their prompt."""
+        count = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.prefilled += len(chunk.tokens)
+            count += chunk.ends_prompt
+            try:
+                if chunk.ends_prompt:
+                    self._begin(sequence, logits[count - 1 : count])
                 # The draft reads the prompt after the target, so that the first token waits only
-                # for the target.
+                # for the target. A request that does not draft yet is fed when it does.
                 if (
                     sequence.finish_reason is None
                     and sequence.speculates
+                    and sequence.draft_room() > 0
                     and self._drafter is not None
                 ):
+                    prompt = sequence.ids[: min(sequence.prefilled, sequence.prompt_tokens)]
                     self._drafter.feed(sequence.slot, prompt)
             except Exception as error:
                 self._fail([sequence], error)
 
     def _begin(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """Choose the first token, from the last logits of the prompt."""
-        host = to_host(logits)[0]  # [1, vocab]
+        """Choose the first token, from the last logits [1, vocab] of the prompt."""
+        host = to_host(logits)
         if not math.isfinite(float(host.max())):
             raise ValueError(NOT_FINITE_MESSAGE)
         _, token = sequence.rule.decide(host, len(sequence.ids), [])
         event = sequence.take(
             0, token, host if sequence.request.cumulative_logprob else None, self._clock()
         )
-        self._prefilling.popleft()
+        self._prefilling.remove(sequence)
         self._running.append(sequence)
         self._deliver(sequence, event)
 
-    def _verify(self) -> None:
+    def _verify(self, chunks: list[Chunk]) -> None:
         rows = self._running[:]
         try:
-            self._verify_rows(rows)
+            self._verify_rows(rows, chunks)
         except Exception as error:
             self._fail(rows, error)
 
-    def _verify_rows(self, rows: list[Sequence]) -> None:
-        start = self._clock()
+    def _verify_rows(self, rows: list[Sequence], chunks: list[Chunk]) -> None:
+        """One step of the running requests. chunks: prompts that are read in the same forward. If
+        that fails, each has its own, so that a fault ends its own request only.
+        """
         self._limit_by_load(rows)
-        speculating = (
-            [row for row in rows if row.speculates and row.draft_room() > 0]
-            if self._drafter is not None
-            else []
-        )
-        if speculating and self._drafter is not None:
-            self._drafter.propose(speculating)
+        self._adapt(rows)
+        start = self._clock()
+        if self._drafter is not None:
+            speculating = [row for row in rows if row.speculates and row.draft_room() > 0]
+            if speculating:
+                self._drafter.propose(speculating)
         drafted = self._clock()
-        width = 1 + max(len(row.drafts) for row in rows)
-        # Rows with fewer drafts are padded with any valid token; the cache is cut back to each
-        # row's own tokens afterwards.
-        tokens = token_rows(
-            [[row.ids[-1], *row.drafts, *[0] * (width - 1 - len(row.drafts))] for row in rows]
-        )
-        logits = self._target.forward([row.slot for row in rows], tokens)  # [rows, width, vocab]
+        counts = [len(row.drafts) for row in rows]
+        blocks = [[row.ids[-1], *row.drafts] for row in rows]
+        slots = [row.slot for row in rows]
+        read = chunks
+        try:
+            logits = self._forward_chunks(slots, blocks, chunks)
+            first_logits = logits[sum(map(len, blocks)) :]
+        except Exception:
+            if not chunks:
+                raise
+            self._prefill(chunks)
+            read = []
+            logits = self._forward_chunks(slots, blocks, [])
         verified = self._clock()
-
-        choices = argmax(logits) if any(row.rule.is_argmax for row in rows) else []
-        # On the CPU this is a view. On a GPU it is a copy, which greedy decoding does not need.
-        needs_host = not logits.is_cuda or any(
-            not row.rule.is_argmax or row.request.cumulative_logprob for row in rows
-        )
-        host = to_host(logits) if needs_host else None
-        slots, lengths, outcomes = [], [], []
-        for index, row in enumerate(rows):
-            before, count = len(row.ids), len(row.drafts)
-            row_logits = None if host is None else host[index, : count + 1]
-            try:
-                accepted, token = _decide(row, row_logits, choices[index] if choices else [])
-            except Exception as error:  # only this request's logits are at fault
-                self._fail([row], error)
-                continue
-            scored_logits = row_logits if row.request.cumulative_logprob else None
-            event = row.take(accepted, token, scored_logits, verified)
-            outcomes.append((row, event))
-            if row.finish_reason is None:
-                length = len(row.ids) - 1  # the newest token is fed by the next step
-                if count and self._drafter is not None:
-                    self._drafter.settle(row.slot, length)
-                if length != before - 1 + width:
-                    slots.append(row.slot)
-                    lengths.append(length)
-        if slots:
-            self._target.rewind(slots, lengths)
+        outcomes, read_ns = self._take(rows, blocks, logits, verified)
         host_ns = self._clock() - verified
         self._totals.add_step(drafted - start, verified - drafted, host_ns)
         for row, event in outcomes:
             row.tally.add_time(drafted - start, verified - drafted, host_ns)
             self._deliver(row, event)
+        if read:
+            self._read(read, first_logits)
+        # A forward that read prompts, too, says nothing about the cost of a step.
+        if self._costs is not None and not chunks:
+            drafting = _drafting(counts)
+            self._costs.note_step(
+                len(rows), drafting, drafted - start, read_ns - drafted, self._clock() - read_ns
+            )
+
+    def _take(
+        self, rows: list[Sequence], blocks: list[list[int]], logits: torch.Tensor, now: int
+    ) -> tuple[list[tuple[Sequence, TokenEvent]], int]:
+        """Accept what each row's logits allow, and cut the caches back to it. blocks: what each row
+        has fed. logits: [tokens, vocab], those of all blocks first. Also returns when the logits
+        had been read, which is when a GPU has finished the forward.
+        """
+        choices = argmax(logits[None])[0] if any(row.rule.is_argmax for row in rows) else []
+        # On the CPU this is a view. On a GPU it is a copy, which greedy decoding does not need.
+        needs_host = not logits.is_cuda or any(
+            not row.rule.is_argmax or row.request.cumulative_logprob for row in rows
+        )
+        host = to_host(logits) if needs_host else None
+        read_ns = self._clock()
+        slots, lengths, outcomes = [], [], []
+        end = 0
+        for row, block in zip(rows, blocks, strict=True):
+            before, count = len(row.ids), len(row.drafts)
+            first, end = end, end + len(block)
+            row_logits = None if host is None else host[first:end]
+            try:
+                accepted, token = _decide(row, row_logits, choices[first:end])
+            except Exception as error:  # only this request's logits are at fault
+                self._fail([row], error)
+                continue
+            if row.adaptation is not None:
+                self._note(row, row.adaptation, count, accepted, token, row_logits)
+            scored_logits = row_logits if row.request.cumulative_logprob else None
+            event = row.take(accepted, token, scored_logits, now)
+            outcomes.append((row, event))
+            if row.finish_reason is None:
+                length = len(row.ids) - 1  # the newest token is fed by the next step
+                if count and self._drafter is not None:
+                    self._drafter.settle(row.slot, length)
+                if length != before + count:
+                    slots.append(row.slot)
+                    lengths.append(length)
+        if slots:
+            self._target.rewind(slots, lengths)
+        return outcomes, read_ns
 
     def _limit_by_load(self, rows: list[Sequence]) -> None:
         """Apply the schedule's draft length for this many requests. A draft that skipped some steps
@@ -382,6 +505,76 @@ class SpeculativeRuntime:
         for row in rows:
             if row.request.draft_len is None and lengths:
                 row.load_limit = lengths[-1]
+
+    # Adaptive draft lengths.
+
+    def _adapt(self, rows: list[Sequence]) -> None:
+        if self._adaptive is None:
+            return
+        if not self._adaptive.keeps(len(rows)):
+            self._choose_draft_lens(rows)
+        self._probe(rows)
+
+    def _choose_draft_lens(self, rows: list[Sequence]) -> None:
+        if self._adaptive is None:
+            return
+        states = [row.adaptation for row in rows if row.adaptation is not None and row.adapts]
+        if states:
+            fixed = [row.draft_room() for row in rows if not row.adapts]
+            limit = max(row.load_limit for row in rows if row.adapts)
+            self._adaptive.choose(states, limit=limit, fixed=fixed)
+
+    def _note(
+        self,
+        row: Sequence,
+        state: Adaptation,
+        drafted: int,
+        accepted: int,
+        token: int,
+        logits: Floats | None,
+    ) -> None:
+        """Record what a verify step showed of a request. logits [drafted + 1, vocab]: the
+        target's.
+        """
+        controller = self._adaptive
+        if controller is None:
+            return
+        if drafted:
+            controller.note_block(state, drafted, accepted)
+            if row.target_chances:
+                row.target_chances.clear()
+            return
+        controller.note_plain(state, 1)
+        if not row.rule.is_argmax and logits is not None and controller.is_probe_near(state):
+            row.target_chances += row.rule.chances(logits[:1], [token])
+
+    def _probe(self, rows: list[Sequence]) -> None:
+        """Find out for requests that do not draft whether it would pay again, all in one forward of
+        the draft.
+        """
+        controller = self._adaptive
+        if controller is None or self._costs is None or self._drafter is None:
+            return
+        for row in rows:
+            state = row.adaptation
+            if state is not None and controller.is_probe_due(state) and row.adapts:
+                break
+        else:
+            return
+        due = [
+            (row, row.adaptation)
+            for row in rows
+            if row.adapts and row.adaptation is not None and controller.is_due_soon(row.adaptation)
+        ]
+        start = self._clock()
+        results = self._drafter.probe(
+            [row for row, _ in due], [min(PROBE_TOKENS, state.plain_tokens) for _, state in due]
+        )
+        self._costs.note_probe(len(due), self._clock() - start)
+        for (row, state), shares in zip(due, results, strict=True):
+            controller.note_probe(state, shares, len(rows))
+            row.target_chances.clear()
+        self._choose_draft_lens(rows)
 
     # The ends of a request.
 
@@ -431,11 +624,20 @@ class SpeculativeRuntime:
             self._prefilling.remove(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
+        if self._adaptive is not None and sequence.adaptation is not None:
+            self._adaptive.finish(sequence.adaptation)
         slot, sequence.slot = sequence.slot, -1
         self._target.rewind([slot], [0])
         if self._drafter is not None and sequence.speculates:
             self._drafter.free([slot])
         heapq.heappush(self._free_slots, slot)
+
+
+def _drafting(counts: list[int]) -> list[int]:
+    """How many rows drafted a first token, a second one, and so on. counts: drafts of each row."""
+    if len(counts) == 1:
+        return [1] * counts[0]
+    return [sum([count > depth for count in counts]) for depth in range(max(counts))]
 
 
 def _decide(row: Sequence, logits: Floats | None, choices: list[int]) -> tuple[int, int]:

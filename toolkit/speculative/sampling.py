@@ -47,7 +47,11 @@ Floats = NDArray[Any]  # float32 or float64
 MIN_TEMPERATURE = 1e-30
 NOT_FINITE = -1  # instead of a token, where the best logit is no finite number
 DRAW_BLOCK_TOKENS = 64
-TOP_P_CANDIDATES = 128  # a nucleus of more tokens is found by a full sort
+NUCLEUS_CANDIDATES = 128  # most nuclei are smaller
+GROUPS, SMALLEST_GROUP = 1024, 8  # to find the largest: so many groups, or else a full sort
+# To find the end of a large nucleus: numbers that are sorted, sampled, and taken as the error of
+# the sample; and more than float64 can lose in a sum of a vocabulary, relative to the sum.
+SORTED_AT_ONCE, SAMPLES, SAMPLE_MARGIN, ROUNDING = 4096, 1024, 32, 1e-9
 
 
 def token_rows(rows: Sequence[Sequence[int]]) -> Tensor:
@@ -100,29 +104,83 @@ def weights(logits: Floats, sampling: Sampling) -> Floats:
     has_top_k = 0 < sampling.top_k < vocab
     if not has_top_k and sampling.top_p >= 1.0:
         return token_weights
-    largest = _largest(token_weights, sampling.top_k if has_top_k else min(TOP_P_CANDIDATES, vocab))
-    smallest_kept = largest[:, -1:]
-    if sampling.top_p < 1.0:
-        candidates = largest if has_top_k else token_weights
-        needed = sampling.top_p * candidates.sum(axis=-1, dtype=np.float64, keepdims=True)
-        cumulative = largest.cumsum(axis=-1, dtype=np.float64)
-        if (cumulative[:, -1:] < needed).any():
-            largest = _largest(token_weights, vocab)
-            cumulative = largest.cumsum(axis=-1, dtype=np.float64)
-        last = (cumulative < needed).sum(axis=-1, keepdims=True).clip(max=largest.shape[-1] - 1)
-        smallest_kept = np.take_along_axis(largest, last, axis=-1)
-    token_weights *= token_weights >= smallest_kept
+    for row in token_weights:
+        row *= row >= _smallest_kept(row, sampling.top_k if has_top_k else vocab, sampling.top_p)
     return token_weights
 
 
-def _largest(token_weights: Floats, count: int) -> Floats:
-    """[n, count]: the largest weights of each row, in falling order."""
-    vocab = token_weights.shape[-1]
-    largest = token_weights
-    if count < vocab:
-        largest = np.partition(token_weights, vocab - count, axis=-1)[:, vocab - count :]
-    falling: Floats = np.sort(largest, axis=-1)[:, ::-1]
+def _smallest_kept(row: Floats, top_k: int, top_p: float) -> Any:
+    """The smallest weight of row [vocab] that top_k and top_p keep."""
+    if top_p >= 1.0:
+        return _largest(row, top_k)[-1]
+    largest = _largest(row, min(top_k, NUCLEUS_CANDIDATES))
+    if len(largest) < top_k < len(row):
+        largest = _largest(row, top_k)
+    candidates = row if top_k == len(row) else largest
+    needed = top_p * float(candidates.sum(dtype=np.float64))
+    cumulative = largest.cumsum(dtype=np.float64)
+    if cumulative[-1] < needed and len(largest) < top_k:
+        cut = _cut_by_parts(row, needed)
+        if cut is not None:
+            return cut
+        largest = _falling(row)
+        cumulative = largest.cumsum(dtype=np.float64)
+    return largest[min(int((cumulative < needed).sum()), len(largest) - 1)]
+
+
+def _falling(row: Floats) -> Floats:
+    falling: Floats = np.sort(row)[::-1]
     return falling
+
+
+def _largest(row: Floats, count: int) -> Floats:
+    """[count]: the largest numbers of row [vocab], in falling order.
+
+    Of `groups` groups of numbers, `count` have a maximum that is at least the count-th largest
+    maximum. So at least as many numbers reach it, and only these are sorted.
+    """
+    groups = max(GROUPS, 4 * count)
+    size = len(row) // groups
+    if size >= SMALLEST_GROUP:
+        maxima = row[: size * groups].reshape(size, groups).max(axis=0)
+        candidates = row[row >= np.partition(maxima, groups - count)[groups - count]]
+        if len(candidates) >= count:  # fewer only if some are not numbers
+            return _falling(candidates)[:count]
+    return _falling(row)[:count]
+
+
+def _cut_by_parts(row: Floats, needed: float) -> Any:
+    """The number of row at which a sum in falling order reaches `needed`, without sorting the row.
+    None if rounding decides it: sums of parts are rounded in another order than one sum.
+
+    Numbers on the wrong side of a pivot are dropped, as in quickselect. A sample says where the cut
+    about is, and pivots lie on alternate sides of it.
+    """
+    above, inside, is_below = 0.0, row, True
+    while len(inside) > SORTED_AT_ONCE:
+        sample = _falling(inside[:: len(inside) // SAMPLES])
+        share = len(inside) / len(sample)
+        place = int((above + share * sample.cumsum(dtype=np.float64) < needed).sum())
+        place += SAMPLE_MARGIN if is_below else -SAMPLE_MARGIN
+        is_upper = inside >= sample[min(max(place, 0), len(sample) - 1)]
+        upper = inside[is_upper]
+        upper_sum = float(upper.sum(dtype=np.float64))
+        if len(upper) == len(inside):
+            if not is_below:
+                break  # the rest may be equal numbers
+        elif above + upper_sum >= needed:
+            inside = upper
+        else:
+            above += upper_sum
+            inside = inside[~is_upper]
+        is_below = not is_below
+    falling = _falling(inside)
+    cumulative = above + falling.cumsum(dtype=np.float64)
+    cut = falling[min(int((cumulative < needed).sum()), len(falling) - 1)]
+    before = above + float(falling[falling > cut].sum(dtype=np.float64))
+    up_to = above + float(falling[falling >= cut].sum(dtype=np.float64))
+    margin = ROUNDING * needed
+    return cut if before < needed - margin and needed + margin < up_to else None
 
 
 def draw(distribution: Floats, uniform: float) -> int:

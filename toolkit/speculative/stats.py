@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from toolkit.interfaces import RequestStats
-from toolkit.words import FinishReason
+from toolkit.speculative.adaptive import Adaptation
+from toolkit.words import DraftLenReason, FinishReason
 
 __all__ = ["RuntimeCounters", "Tally", "Totals"]
 
@@ -83,7 +84,12 @@ class Tally:
     """The statistics of one running request."""
 
     def __init__(
-        self, prompt_tokens: int, draft_len: int, arrival_ns: int, with_logprob: bool
+        self,
+        prompt_tokens: int,
+        draft_len: int,
+        arrival_ns: int,
+        with_logprob: bool,
+        adaptation: Adaptation | None = None,
     ) -> None:
         self._prompt_tokens = prompt_tokens
         self._arrival_ns = arrival_ns
@@ -94,6 +100,8 @@ class Tally:
         self._first_token_ns: int | None = None
         self._last_token_ns: int | None = None
         self._logprob = 0.0 if with_logprob else None
+        self._adaptation = adaptation
+        self._steps_by_reason: dict[DraftLenReason, int] = {}
         self.first_scheduled_ns: int | None = None
 
     def add_tokens(self, count: int, now_ns: int) -> None:
@@ -102,15 +110,20 @@ class Tally:
         self._last_token_ns = now_ns
         self._output_tokens += count
 
-    def add_step(self, drafted: int, accepted: int) -> None:
+    def add_step(self, drafted: int, accepted: int, reason: DraftLenReason) -> None:
         """Add one verify step. accepted: draft tokens that became output, so a draft that was
-        dropped after EOS does not count.
+        dropped after EOS does not count. reason: of its draft length.
         """
         self._verify_steps += 1
+        self._steps_by_reason[reason] = self._steps_by_reason.get(reason, 0) + 1
         for position in range(drafted):
             self._drafted[position] += 1
         for position in range(accepted):
             self._accepted[position] += 1
+
+    def has_drafted(self, steps: int) -> bool:
+        """Whether at least so many steps had drafts."""
+        return bool(self._drafted) and self._drafted[0] >= steps
 
     def add_time(self, draft_ns: int, verify_ns: int, host_ns: int) -> None:
         self._draft_ns += draft_ns
@@ -137,4 +150,7 @@ class Tally:
             verify_ns=self._verify_ns,
             host_ns=self._host_ns,
             cumulative_logprob=self._logprob,
+            steps_by_reason=dict(self._steps_by_reason),
+            draft_len_changes=0 if self._adaptation is None else self._adaptation.changes,
+            draft_probes=0 if self._adaptation is None else self._adaptation.probes,
         )

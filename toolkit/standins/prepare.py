@@ -26,7 +26,8 @@ from toolkit.config.schema import (
 )
 from toolkit.facts.capabilities import EMBEDDED
 from toolkit.facts.models import CONFIGS, HEAD_CONFIGS
-from toolkit.pipeline.texts import read_texts
+from toolkit.pipeline.rows import holds_conversations
+from toolkit.pipeline.texts import PROMPT_KEYS, TEXT_KEYS, read_texts
 from toolkit.standins.checkpoints import scaled_config, write_stand_in
 from toolkit.standins.heads import TARGET_LAYERS, scaled_head_config, write_stand_in_head
 from toolkit.standins.tokenizer import habits_of, num_tokens
@@ -41,6 +42,7 @@ DRAFT_LEN = 4
 MAX_TOKENS = 16
 MAX_PROMPTS = 16
 PROMPT_CHARACTERS = 48
+CONVERSATIONS = 64  # of a file of calibration text, which are written out
 MAX_CALIBRATION = {"calib_size": 16, "calib_max_seq_length": 64}
 # Share of prompts that may meet a near-tie. With 16 prompts no smaller rate can be bounded.
 MAX_DIVERGENCE_RATE = 0.5
@@ -74,8 +76,9 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     replaced: list[str] = []
     models = _stand_ins(config, folder, replaced)
     has_head = config.speculation.head is not None
-    calibration = config.calibration and _calibration(config.calibration, folder, replaced)
-    validation = _validation(config.validation, folder, replaced)
+    chat = config.target.checkpoint  # the stand-ins have no chat template
+    calibration = config.calibration and _calibration(config.calibration, chat, folder, replaced)
+    validation = _validation(config.validation, chat, folder, replaced)
     capabilities, speculation = config.capabilities, config.speculation
     if speculation.is_measured:
         # The best draft length of the stand-ins says nothing about that of the real pair.
@@ -235,7 +238,7 @@ def _sizes(real: ModelShape, made: ModelShape) -> str:
 
 
 def _calibration(
-    calibration: CalibrationConfig, folder: Path, replaced: list[str]
+    calibration: CalibrationConfig, chat: Path, folder: Path, replaced: list[str]
 ) -> CalibrationConfig:
     sizes = {
         name: min(getattr(calibration, name), limit) for name, limit in MAX_CALIBRATION.items()
@@ -249,6 +252,14 @@ def _calibration(
                 f"calibration.{name} {file.name}, which is not here: {len(LINES)} made-up lines,"
                 " repeated"
             )
+        elif file is not None and holds_conversations(file):
+            files[name] = folder / f"{name}.jsonl"
+            written = read_texts(file, *TEXT_KEYS, limit=CONVERSATIONS, chat=chat, whole=True)
+            _write_lines(folder / f"{name}.jsonl", "text", written)
+            replaced.append(
+                f"calibration.{name} {file.name}: its first {len(written)} texts, with the"
+                " conversations written out"
+            )
     replaced.append(
         f"calibration: {sizes['calib_size']} lines of at most {sizes['calib_max_seq_length']}"
         f" tokens instead of {calibration.calib_size} of {calibration.calib_max_seq_length}"
@@ -257,14 +268,14 @@ def _calibration(
 
 
 def _validation(
-    validation: ValidationConfig, folder: Path, replaced: list[str]
+    validation: ValidationConfig, chat: Path, folder: Path, replaced: list[str]
 ) -> ValidationConfig:
     count, tokens = min(validation.max_prompts, MAX_PROMPTS), min(validation.max_tokens, MAX_TOKENS)
     temperature = max(validation.temperature, MIN_TEMPERATURE)
     if validation.prompts.is_file():
         prompts = [
             text[:PROMPT_CHARACTERS]
-            for text in read_texts(validation.prompts, "prompt", "text", limit=count)
+            for text in read_texts(validation.prompts, *PROMPT_KEYS, limit=count, chat=chat)
         ]
         origin = f"{len(prompts)} of its prompts, cut to {PROMPT_CHARACTERS} characters"
     else:
@@ -281,6 +292,8 @@ def _validation(
     )
     if validation.latency.concurrency:
         replaced.append("validation.latency.concurrency: one request at a time")
+    if validation.load is not None:
+        replaced.append("validation.load: no open loop, whose rates mean nothing for these models")
     replaced.append(
         f"validation: because the prompts are few, {MAX_DIVERGENCE_RATE:.0%} of them may meet a"
         " near-tie and end in another text; tokens are sampled at temperature"
@@ -298,6 +311,7 @@ def _validation(
                 update={"max_divergence_rate": MAX_DIVERGENCE_RATE}
             ),
             "latency": validation.latency.model_copy(update={"concurrency": ()}),
+            "load": None,
             "distribution": validation.distribution.model_copy(
                 update={"effect": EFFECT, "max_seconds": MAX_SECONDS}
             ),

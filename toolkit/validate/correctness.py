@@ -223,7 +223,7 @@ def _judge_speculation(case: Case) -> _Speculation:
         seeded = compare(plain, [seeded_arm], seeded_judge, keep=case.keep)
     draft_check = None
     if engine is not None:
-        draft_check = check_drafts(case.greedy.speculative[0], case.max_draft_len, engine)
+        draft_check = check_drafts(_drafted_in_full(case), case.max_draft_len, engine)
     return _Speculation(parity, seeded, draft_check, stop_check, distribution)
 
 
@@ -389,6 +389,17 @@ def _texts_of(case: Case, arm: ParityArm, draft_len: int) -> ArmTexts:
         for index, prompt in enumerate(case.prompts)
     ]
     return ArmTexts(arm, draft_len, texts)
+
+
+def _drafted_in_full(case: Case) -> Sequence[RequestTiming]:
+    """Greedy texts of which every step drafted max_draft_len tokens. Where lengths adapt, those of
+    the timed arm did not, so texts are requested that state the length.
+    """
+    timed = case.greedy.speculative[0]
+    chosen = {"pays", "acceptance", "load", "probe", "measuring"}
+    if not any(chosen & set(text.statistics.steps_by_reason or {}) for text in timed):
+        return timed
+    return [rounds[0] for rounds in _texts_of(case, "speculative", case.max_draft_len).texts]
 
 
 def _seeded(case: Case) -> tuple[list[RequestTiming], list[list[RequestTiming]]]:

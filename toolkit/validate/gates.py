@@ -14,6 +14,7 @@ from functools import partial
 from toolkit.bench.definitions import LATENCIES, LATENCY_PERCENTILES, METRICS
 from toolkit.bench.gate import make_gate
 from toolkit.bench.metrics import too_few_words
+from toolkit.bench.proportions import clopper_pearson, prompts_needed
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, NOT_JUDGED, PASS, outcome
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records.build import QuantizationQuality
@@ -22,7 +23,6 @@ from toolkit.records.measured import Arm, Finding, Gate, Latency, Ratio, Scope, 
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.draft_check import TELLING, telling
-from toolkit.validate.proportions import clopper_pearson, prompts_needed
 from toolkit.words import Verdict
 
 __all__ = [
@@ -42,7 +42,14 @@ __all__ = [
 MAX_WRONG_CHOICES = 0.05
 # Metrics that mean nothing for random weights. `wrong_tokens` is not among them: against a source
 # of the same precision a served text is right or wrong, whatever the weights are.
-METRICS_OF_WEIGHTS = {*LATENCIES, "speedup", "kl_mean", "top1_agreement", "wrong_choices"}
+METRICS_OF_WEIGHTS = {
+    *LATENCIES,
+    "goodput_share",
+    "speedup",
+    "kl_mean",
+    "top1_agreement",
+    "wrong_choices",
+}
 UNKNOWN_STEPS = (
     "chunks hold more than one step, so it is not known where a block began; set"
     " triton.stream_interval_ms: 0 and triton.decoupled: true to judge this"

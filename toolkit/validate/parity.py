@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.bench.proportions import clopper_pearson
 from toolkit.records.judged import ArmParity, Divergence, MarginBin, Parity
 from toolkit.resampling import CONFIDENCE
 from toolkit.validate.log_probs import LogProbJudgement, judge_log_probs
-from toolkit.validate.proportions import clopper_pearson
 from toolkit.validate.reference import Reference
 from toolkit.validate.severity import judge_gaps
 from toolkit.words import DivergenceKind, ParityArm, ParityKind

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from toolkit.bench import metrics
@@ -24,13 +25,16 @@ from toolkit.bench.counters import client_counts, counters_finding, reconcile
 from toolkit.bench.definitions import METRICS
 from toolkit.bench.prompts import read_prompts
 from toolkit.bench.verdict import INCONCLUSIVE, verdict
-from toolkit.config.schema import LatencyGates, ValidationConfig
+from toolkit.config.schema import LatencyGates, LoadGates, ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.facts.capabilities import EMBEDDED, Capabilities
 from toolkit.interfaces import Progress
+from toolkit.pipeline.rows import read_rows
+from toolkit.pipeline.texts import PROMPT_KEYS
 from toolkit.records.bench import BenchRun
 from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.judged import Parity, Sampled
+from toolkit.records.load import LoadRun
 from toolkit.records.measured import Acceptance, Arms, CounterCheck, Finding, Gate, Speedup
 from toolkit.records.report import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.validate.arms import (
@@ -60,6 +64,7 @@ from toolkit.validate.gates import (
     ratio_gates,
     speedup_gate,
 )
+from toolkit.validate.load import judge_load, load_findings
 from toolkit.validate.parity import unrepeatable
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
@@ -77,7 +82,7 @@ __all__ = [
     "validate",
 ]
 
-VERSION = 15
+VERSION = 16
 BURSTS = 0.1  # share of requests delivered late above which the report has a note
 DRIFT = 0.15  # change of plain decoding from round to round above which the report has a note
 # Largest factor by which more rounds may have to narrow an interval. An estimate exactly on its
@@ -106,8 +111,10 @@ class Served:
     deployment does not speculate, and only the plain arm is measured. rule: accepts draft tokens at
     temperature > 0. counters: reads the server's counters, name -> value; None: they are not
     compared, and the report says so. sweep: measures both arms at each of the given numbers of
-    concurrent requests; it is called if config.latency.concurrency lists any. has_second_server:
-    the endpoint sends requests with draft length 0 to a server without speculation.
+    concurrent requests; it is called if config.latency.concurrency lists any. load: measures both
+    arms in an open loop, from the rate at which one request follows another; it is called if
+    config.load is set. has_second_server: the endpoint sends requests with draft length 0 to a
+    server without speculation.
     """
 
     endpoint: Endpoint | Alternating
@@ -116,6 +123,7 @@ class Served:
     rule: SamplingRule = EMBEDDED.acceptance[0]
     counters: Callable[[], Mapping[str, float]] | None = None
     sweep: Callable[[Sequence[int]], BenchRun] | None = None
+    load: Callable[[LoadGates, float], tuple[LoadRun, BenchRun | None]] | None = None
     has_second_server: bool = False
 
 
@@ -143,13 +151,15 @@ def validate(
     references: References,
     origin: Origin,
     *,
+    chat: Path | None = None,
     keep_replay: Callable[[Replay], str] | None = None,
     progress: Progress | None = None,
 ) -> ValidationReport:
     """Measure and judge a served deployment. Sends about (2 x rounds + 2) x prompts requests per
     arm, and more rounds if the speed-up is undecided.
 
-    config.prompts is read here (JSON Lines with a `prompt` per line). references: judge the texts.
+    config.prompts is read here (toolkit.pipeline.rows). chat: the checkpoint whose template writes
+    conversations. references: judge the texts.
     keep_replay: stores what `toolkit validate --replay` needs for one divergence, and returns the
     file's name.
 
@@ -158,7 +168,9 @@ def validate(
     """
     endpoint, can, max_draft_len = served.endpoint, served.can, served.max_draft_len
     counters, quality = served.counters, origin.quality
-    prompts = read_prompts(config.prompts, config.max_prompts)
+    prompts = read_prompts(config.prompts, config.max_prompts, chat)
+    rows = read_rows(config.prompts, *PROMPT_KEYS, limit=config.max_prompts)
+    domains = [row.domain for row in rows]
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     shown = _Shown(progress, planned_requests(config, len(prompts), max_draft_len, can))
     by_request = can.draft_len_per_request or served.has_second_server
@@ -194,6 +206,7 @@ def validate(
     if counters is not None and can.counted == "every request":
         checks = reconcile(counters, before, client_counts(sender.sent))
     loaded = _sweep(served, config, sender, arms[-1])
+    open_loop, open_run = _open_loop(served, config, sender, arms[-1], greedy)
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config, max_draft_len)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config, max_draft_len)
     gates = [
@@ -204,6 +217,7 @@ def validate(
             quality.target, config.quality, quantized=_is_quantized(origin.engines.get("target"))
         ),
         *(() if loaded is None else loaded.gates),
+        *(() if config.load is None or open_loop is None else judge_load(open_loop, config.load)),
     ]
     gates = not_judged(gates) if origin.replaced else gates
     loaded_findings = () if loaded is None else loaded.findings
@@ -234,6 +248,7 @@ def validate(
             *(finding for finding in origin.findings if finding.severity != "ok"),
             *correctness.diagnoses,
             *(finding for finding in loaded_findings if finding.severity != "ok"),
+            *(() if open_loop is None else load_findings(open_loop, open_run)),
             *not_measured(max_draft_len, references, can, greedy_acceptance),
             *_of_random_numbers(shift),
             *_findings(checks, measured, {0.0: greedy_arms, config.temperature: sampled_arms}),
@@ -245,9 +260,14 @@ def validate(
         definitions=METRICS,
         loads=() if loaded is None else loaded.points,
         crossover=None if loaded is None else loaded.crossover,
+        load=open_loop,
         replaced=tuple(origin.replaced),
         plain_arm=_plain_arm(by_restarts, served.has_second_server),
         acceptance_slices=metrics.acceptance_slices(
+            (timing for row in greedy.speculative for timing in row),
+            dict(zip(prompts, domains, strict=True)),
+        ),
+        acceptance_over_time=metrics.acceptance_over_time(
             timing for row in greedy.speculative for timing in row
         ),
     )
@@ -271,6 +291,20 @@ def _sweep(
     return served.sweep(config.latency.concurrency)
 
 
+def _open_loop(
+    served: Served, config: ValidationConfig, sender: Sender, last_arm: SentArm, greedy: Measured
+) -> tuple[LoadRun | None, BenchRun | None]:
+    """Measure both arms at a rate, if the YAML has one or wants one found."""
+    if config.load is None:
+        return None, None
+    if served.load is None:
+        raise UsageError("validation.load is set, and nothing here can measure it")
+    sender.turn_to(last_arm)
+    deployed = [request for answers in greedy.speculative or greedy.plain for request in answers]
+    elapsed_s = sum(request.e2e_ns or 0 for request in deployed) / 1e9
+    return served.load(config.load, len(deployed) / elapsed_s if elapsed_s else 1.0)
+
+
 def _of_random_numbers(shift: StreamShift | None) -> Iterator[Finding]:
     if shift is not None and shift.starts > 1:
         yield Finding("random numbers", "note", SHIFTED.format(starts=shift.starts))
@@ -278,7 +312,7 @@ def _of_random_numbers(shift: StreamShift | None) -> Iterator[Finding]:
 
 def _not_asked_for(config: ValidationConfig, max_draft_len: int) -> Iterator[Finding]:
     """Name what the YAML did not ask to measure."""
-    if not config.latency.concurrency:
+    if not config.latency.concurrency and config.load is None:
         yield Finding("not measured", "note", NO_LOAD)
     if max_draft_len > 0 and not config.distribution.enabled:
         yield Finding("not measured", "note", NOT_DRAWN)
@@ -457,18 +491,26 @@ def _looping(arms: Mapping[float, Arms]) -> Iterator[Finding]:
 
 
 def _late_delivery(measured: Mapping[float, Measured]) -> Iterator[Finding]:
-    late, judged = metrics.delivered_late(
+    delivery = metrics.delivery(
         request
         for arms in measured.values()
         for rounds in (arms.plain, arms.speculative)
         for answers in rounds
         for request in answers
     )
+    late, judged = delivery.late, delivery.judged
     if late > BURSTS * judged:
+        split = ""
+        if delivery.same_clock == judged:
+            split = (
+                f" (on the way in, before the server had the request: {delivery.late_in:,}; on the"
+                f" way out, after it had the token: {delivery.late_out:,})"
+            )
         detail = (
-            f"{late:,} of {judged:,} requests ({late / judged:.0%}) got their first token late: the"
-            " server had it long before, by a tenth of the request or more. Their TTFT, ITL and"
-            " ICL show a busy machine, not the engine; e2e and tokens/s hold"
+            f"{late:,} of {judged:,} requests ({late / judged:.0%}) got their first token late: a"
+            f" tenth of the request or more passed between client and server{split}. Their TTFT,"
+            " and of those late on the way out ITL and ICL, show a busy machine, not the engine;"
+            " e2e and tokens/s hold"
         )
         yield Finding("streaming", "note", detail)
 

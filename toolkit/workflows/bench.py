@@ -9,11 +9,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from toolkit.checkpoints.hub import fetch
 from toolkit.config.schema import DeploymentConfig
-from toolkit.errors import UsageError
+from toolkit.errors import BackendUnavailable, CheckpointError, UsageError
 from toolkit.workflows.serve import PlainServed, plain_served
 
-__all__ = ["check_measurable", "plain_for_bench", "unmeasured_plain"]
+__all__ = ["chat_folder", "check_measurable", "plain_for_bench", "unmeasured_plain"]
+
+
+def chat_folder(config: DeploymentConfig) -> Path:
+    """The target's folder, whose chat template writes messages: the YAML's, or the hub's cache. The
+    path as it is written if the cache does not have it.
+    """
+    target = config.target
+    if target.hub_id is None:
+        return target.checkpoint
+    try:
+        return fetch(target.hub_id, target.revision, download=False)
+    except (BackendUnavailable, CheckpointError):
+        return target.checkpoint
 
 
 def check_measurable(config: DeploymentConfig, *, against_plain: bool | None) -> None:

@@ -134,4 +134,5 @@ def check_prompt_lengths(config: DeploymentConfig) -> None:
         config.validation.max_prompts,
         lambda prompt: tokenizer.encode(prompt).ids,
         config.engine.max_input_len,
+        config.target.checkpoint,
     )

@@ -39,5 +39,9 @@ class Workplace:
         """The graphs that vLLM compiled, for its next start."""
         return self.root / "build" / "vllm-cache"
 
+    def rollout(self, name: str) -> Path:
+        """The journal of a roll-out."""
+        return self.root / "build" / "rollouts" / name / "journal.jsonl"
+
     def grid(self, name: str) -> Path:
         return self.root / "build" / "grid" / name

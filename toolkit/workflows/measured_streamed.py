@@ -139,7 +139,7 @@ def given_texts(
     Raises UsageError if none is long enough.
     """
     from toolkit.advise.stage import GivenTexts
-    from toolkit.pipeline.texts import read_texts
+    from toolkit.pipeline.texts import PROMPT_KEYS, read_texts
     from toolkit.quantize.calibrate import split_texts
 
     validation = config.validation
@@ -148,9 +148,10 @@ def given_texts(
         return GivenTexts(completions, "completions")
     source: TextSource = "prompts" if config.calibration is None else "held-out text"
     if config.calibration is None:
-        texts = read_texts(validation.prompts, "prompt", "text", limit=validation.max_prompts)
+        chat, limit = config.target.checkpoint, validation.max_prompts
+        texts = read_texts(validation.prompts, *PROMPT_KEYS, limit=limit, chat=chat)
     else:
-        texts = split_texts(config.calibration)[1]
+        texts = split_texts(config.calibration, config.target.checkpoint)[1]
     encoded = [codec.encode(text)[: engine.max_seq_len] for text in texts]
     given = GivenTexts(_continued(encoded, validation.max_tokens), source)
     if not given.texts:
@@ -176,17 +177,13 @@ def _completions(
     config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec
 ) -> list[Text]:
     from toolkit.advise.observe import Text
-    from toolkit.pipeline.texts import read_labels, read_texts
+    from toolkit.pipeline.rows import read_rows
+    from toolkit.pipeline.texts import PROMPT_KEYS, Writer
 
-    validation = config.validation
-    file, limit = validation.prompts, validation.max_prompts
+    validation, write = config.validation, Writer(config.target.checkpoint).text
     texts = []
-    for prompt, completion, domain in zip(
-        read_texts(file, "prompt", "text", limit=limit),
-        read_labels(file, "completion", "", limit=limit),
-        read_labels(file, "domain", "all", limit=limit),
-        strict=True,
-    ):
+    for row in read_rows(validation.prompts, *PROMPT_KEYS, limit=validation.max_prompts):
+        prompt, completion, domain = write(row), row.completion, row.domain
         before, ids = codec.encode(prompt), codec.encode(prompt + completion)
         # A token may reach over the end of the prompt; it then counts as written.
         pairs = zip(before, ids, strict=False)

@@ -56,6 +56,7 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
         *weights,
         *_judge_texts(config),
         *_judge_calibration_text(config, text),
+        *_judge_raw_texts(config),
         *_judge_environment(config),
     )
     possible = not any(judgement.severity == "refused" for judgement in judgements)
@@ -164,13 +165,13 @@ def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
     from toolkit.bench.prompts import read_prompts
     from toolkit.quantize.calibrate import split_texts
 
-    validation, calibration = config.validation, config.calibration
+    validation, calibration, chat = config.validation, config.calibration, config.target.checkpoint
     checks: list[tuple[str, str, dict[str, Path | None], Callable[[], object]]] = [
         (
             "validation.prompts",
             "prompt",
             {"validation.prompts": validation.prompts},
-            partial(read_prompts, validation.prompts, validation.max_prompts),
+            partial(read_prompts, validation.prompts, validation.max_prompts, chat),
         )
     ]
     if calibration is not None:
@@ -178,7 +179,7 @@ def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
             "calibration.dataset": calibration.dataset,
             "calibration.heldout": calibration.heldout,
         }
-        checks.append(("calibration", "text", files, partial(split_texts, calibration)))
+        checks.append(("calibration", "text", files, partial(split_texts, calibration, chat)))
     for where, key, paths, read in checks:
         missing = [
             (path, file) for path, file in paths.items() if file is not None and not file.exists()
@@ -189,9 +190,17 @@ def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
         if not missing:
             try:
                 read()
-            except UsageError as error:
+            except (UsageError, CheckpointError) as error:
                 what = error.what if error.where is None else f"{error.where}: {error.what}"
                 yield Judgement("toolkit-texts", "refused", where, what, error.hint)
+
+
+def _judge_raw_texts(config: DeploymentConfig) -> Iterator[Judgement]:
+    """Warn about raw text beside a chat template."""
+    from toolkit.workflows.raw_texts import RAW_TEXT_HINT, raw_texts
+
+    for key, what in raw_texts(config):
+        yield Judgement("toolkit-raw-text", "warning", key, what, RAW_TEXT_HINT)
 
 
 def _calibration_text(config: DeploymentConfig) -> TextCount | None:

@@ -214,7 +214,6 @@ def tune_grid(
             "the grid quantizes target and draft",
             hint="Give the YAML a `draft` and a `calibration` section.",
         )
-    heldout = split_texts(config.calibration)[1]
     predicted_gpu = _gpu_of_costs(config, gpu, measured_rounds=0)
     if predicted_gpu is not None and not config.capabilities.in_process:
         # The plan judges the pairs for this GPU.
@@ -222,6 +221,8 @@ def tune_grid(
             update={"hardware": config.hardware.model_copy(update={"gpu": predicted_gpu.name})}
         )
     config = ready(config, download=True).config
+    assert config.calibration is not None  # checked above
+    heldout = split_texts(config.calibration, config.target.checkpoint)[1]
     pairs, left_out = _pairs_of(config)
     streamed = stream or _must_stream_grid(config, pairs, is_timed=predicted_gpu is None)
     if streamed and predicted_gpu is None:

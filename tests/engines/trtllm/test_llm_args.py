@@ -193,6 +193,31 @@ def test_prompt_lookup_needs_no_draft() -> None:
     assert faults(args, "1.2.1") == []
 
 
+@pytest.mark.parametrize(
+    "version, window, threshold",
+    [
+        ("1.2.1", "acceptance_window", "acceptance_length_threshold"),
+        ("1.3rc-late", "acceptance_window", "acceptance_length_threshold"),
+        ("1.4rc", "acceptance_rate_window_size", "acceptance_rate_threshold"),
+    ],
+)
+def test_the_least_acceptance_length_counts_drafts_only_there(
+    version: str, window: str, threshold: str
+) -> None:
+    """TensorRT-LLM takes 1 off the tokens per iteration before it compares."""
+    args = llm_args(SPEC, asked(version, acceptance_window=16, min_acceptance_length=1.3), None)
+    config = args["speculative_config"]
+    assert (config[window], config[threshold]) == (16, 0.3)
+    assert faults(args, version) == []
+    without = llm_args(SPEC, asked(version), None)["speculative_config"]
+    assert window not in without and threshold not in without
+
+
+def test_a_version_without_the_acceptance_window_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"1\.1 has no acceptance window"):
+        llm_args(SPEC, asked("1.1", acceptance_window=16, min_acceptance_length=1.3), None)
+
+
 def test_a_schedule_says_the_same_in_both_senses() -> None:
     """To 1.3.0rc20: from this batch size on. Later: up to this batch size."""
     schedule = {1: 4, 5: 2, 9: 0}

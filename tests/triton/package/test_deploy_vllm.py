@@ -24,6 +24,7 @@ from toolkit.errors import UsageError
 from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import MODEL_JSON
+from toolkit.triton.package.monitoring import FILES
 from toolkit.triton.package.serve_vllm import (
     flags_of,
     plugin_path,
@@ -160,7 +161,7 @@ def test_the_files_fit_the_deployment_and_the_readme_names_them(
 ) -> None:
     folder = folder_of(tmp_path, **changes)
     written = {path.name for path in folder.iterdir() if path.is_file()} - {"README.md"}
-    assert written == files | {"launch_vllm.sh", "serve_vllm.py"}
+    assert written == files | {"launch_vllm.sh", "serve_vllm.py", *FILES}
     readme = (folder / "README.md").read_text()
     assert set(re.findall(r"^\| `([\w.-]+)` \|", readme, re.MULTILINE)) == written
     for path in folder.glob("*.sh"):

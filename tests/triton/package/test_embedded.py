@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolkit.config.schema import SpeculationConfig, TritonConfig
+from toolkit.config.schema import AdaptiveConfig, SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
 from toolkit.records.build import CompiledEngine, TritonRepository
 from toolkit.triton.package import model_config
 from toolkit.triton.package.embedded import package
+from toolkit.triton.package.monitoring import FILES
 from toolkit.triton.tensors.contract import INPUTS, METRICS, OUTPUTS
 
 
@@ -62,6 +64,7 @@ def test_repository_is_complete_and_its_record_is_right(
         "README.md",
         "launch.sh",
         "validate_latency.py",
+        *FILES,
         "tensorrt_llm/config.pbtxt",
         "tensorrt_llm/1/model.py",
         "tensorrt_llm/1/model.yaml",
@@ -124,6 +127,26 @@ def test_prompt_lookup_and_a_schedule_are_packaged(
     record = package(engines[0], None, limited, TritonConfig(), None, tmp_path / "limited")
     settings = yaml.safe_load((record.path / "tensorrt_llm" / "1" / "model.yaml").read_text())
     assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [4, 0]]
+
+
+def test_adaptive_lengths_are_packaged_in_both_layouts(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
+    speculation = SpeculationConfig(
+        max_draft_len=4, max_prompt_tokens=99, adaptive=AdaptiveConfig(probe_every_tokens=20)
+    )
+    settings = {"window_tokens": 32, "window_requests": 16, "probe_every_tokens": 20}
+    record = package(*engines, speculation, TritonConfig(), None, tmp_path / "llmapi")
+    ours = yaml.safe_load((record.path / "tensorrt_llm" / "1" / "model.yaml").read_text())
+    assert ours["toolkit"]["adaptive"] == settings
+    assert ours["toolkit"]["max_prompt_tokens"] == 99
+    bls = TritonConfig(layout="bls")
+    record = package(*engines, speculation, bls, None, tmp_path / "bls", end_ids=[1])
+    parameters = model_config.read(record.path / "tensorrt_llm_bls" / "config.pbtxt").parameters
+    assert json.loads(parameters["adaptive"].string_value) == settings
+    assert parameters["max_prompt_tokens"].string_value == "99"
+    off = SpeculationConfig(max_draft_len=4, adaptive=AdaptiveConfig(enabled=False))
+    assert off.adaptive_settings is None
 
 
 def test_without_a_draft_there_is_no_speculation(

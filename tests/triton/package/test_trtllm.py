@@ -33,6 +33,7 @@ from toolkit.records.build import TritonRepository
 from toolkit.standins.trtllm import PACKAGE
 from toolkit.standins.trtllm.tensorrt_llm.toy import TEXT, Logprob
 from toolkit.triton.package import model_config
+from toolkit.triton.package.monitoring import FILES
 from toolkit.triton.package.trtllm import model_yaml, package_bls
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.contract import METRICS
@@ -115,7 +116,9 @@ def test_the_readme_names_every_tensor_and_launch_file(tmp_path: Path, layout: s
         "README.md",
         "validate_latency.py",
     }
-    assert files == set(re.findall(r"^\| `([\w.-]+)` \|", text.split("## Call")[0], re.MULTILINE))
+    launched, watched = text.split("## Call")[0], text.split("## Watch")[1].split("## Metrics")[0]
+    named = [set(re.findall(r"^\| `([\w.-]+)` \|", part, re.M)) for part in (launched, watched)]
+    assert named == [files - set(FILES), set(FILES)] and set(FILES) <= files
     assert "target FP8, draft FP8, up to 3 draft tokens per step" in text
     assert "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3" in text
     call = re.search(r"-d '(.*)' localhost:8000/v2/models/(\w+)/generate", text)

@@ -9,7 +9,14 @@ import pytest
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, Sampling, TokenEvent
-from toolkit.triton.tensors.requests import Answer, Limits, Request, check_is_only, parse
+from toolkit.triton.tensors.requests import (
+    Answer,
+    Limits,
+    Request,
+    check_is_only,
+    joined,
+    parse,
+)
 
 LIMITS = Limits(decoupled=True, max_draft_len=4)
 STATS = RequestStats(
@@ -241,6 +248,25 @@ def test_chunks_of_a_stream_keep_the_interval_and_lose_nothing() -> None:
         None,
         {"text_output": ["49"], "output_ids": [4, 9], "num_output_tokens": [6]},
     ]
+
+
+def test_events_that_waited_for_the_sender_become_one() -> None:
+    together = Answer(parsed(streaming=True, return_token_ids=True, return_finish_reason=True))
+    (event,) = joined(events())
+    assert together.add(event, 0) == {
+        "text_output": ["abc"],
+        "output_ids": [5, 6, 7, 8],
+        "finish_reason": ["stop"],
+    }
+    assert event.stats == STATS
+    assert joined(events()[:1]) == events()[:1]
+
+
+def test_an_error_is_not_joined_with_the_text_before_it() -> None:
+    failed = TokenEvent("1", (), "", finish_reason="deadline", stats=STATS)
+    before, last = joined([*events()[:2], failed])
+    assert (before.token_ids, before.text, before.finish_reason) == ((5, 6, 7), "a", None)
+    assert last == failed
 
 
 def test_one_response_holds_everything_and_the_prompt_unless_it_is_excluded() -> None:

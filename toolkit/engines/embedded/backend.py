@@ -21,10 +21,11 @@ from toolkit.engines.embedded.directory import (
     open_directory,
     write_config,
 )
-from toolkit.engines.embedded.engine import PREFILL_TOKENS, EmbeddedEngine, eager_engine
+from toolkit.engines.embedded.engine import EmbeddedEngine, eager_engine
 from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.engines.embedded.weights import fuse, load_weights, save_weights
 from toolkit.errors import BackendUnavailable, StageError
+from toolkit.facts.embedded import PREFILL_TOKENS
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 from toolkit.words import BuiltMode, Device, Fp8Compute
@@ -58,7 +59,7 @@ class TorchBackend:
         fp8_compute: Fp8Compute | None = None
         if source.quantization.quant_algo == "FP8":
             fp8_compute = "native" if _has_native_fp8(spec.device) else "dequantized"
-        max_step_tokens = max(PREFILL_TOKENS, spec.max_draft_len + 1)
+        max_step_tokens = max(spec.prefill_chunk_len or PREFILL_TOKENS, spec.max_draft_len + 1)
         if mode == "compiled":
             from toolkit.engines.embedded.compile import compile_package
 

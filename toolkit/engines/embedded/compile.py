@@ -1,7 +1,8 @@
 """Compile the decoder with torch.export and AOTInductor into one package. It runs every step, from
 a draft token to a chunk of a prompt.
 
-The sizes of the batch, the tokens and the columns with logits are dynamic. The package holds only
+The numbers of sequences, of tokens and of columns with logits are dynamic; a step packs the tokens
+of its sequences, and each has its own number of them. The package holds only
 code. Weights, tables and KV caches are buffers, which the loader binds to its own memory
 (`package.py`). So nothing is copied or passed per call, and the time to compile does not depend on
 the size of the weights.
@@ -25,16 +26,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.engines.embedded.kernels import (
-    BLOCK,
     KernelOps,
     build_library,
     kernel_caches,
     load_library,
     pack,
 )
-from toolkit.engines.embedded.model import Weights, build, decode
+from toolkit.engines.embedded.model import Step, Weights, build, decode
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.errors import StageError
+from toolkit.facts.embedded import slot_tokens
 from toolkit.words import ComputeDtype
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoints.shape import ModelShape
     from toolkit.interfaces import EngineSpec, Progress
 
-__all__ = ["Decoder", "capacity_of", "compile_package", "prepare", "private_cache"]
+__all__ = ["Decoder", "compile_package", "prepare", "private_cache"]
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -80,20 +81,28 @@ def compile_package(
     )
     module = Decoder(weights, caches, ops, getattr(torch, spec.dtype))
     batch = torch.export.Dim("batch", min=1, max=max(2, spec.max_batch_size))
-    tokens = torch.export.Dim("tokens", min=1, max=max_step_tokens)
-    columns = torch.export.Dim("columns", min=1, max=max_step_tokens)
+    most = max(2, spec.max_batch_size) * max_step_tokens
+    tokens = torch.export.Dim("tokens", min=1, max=most)
+    columns = torch.export.Dim("columns", min=1, max=most)
     example = (
-        torch.zeros((2, 3), dtype=torch.int64),
+        torch.zeros(7, dtype=torch.int64),
         torch.arange(2),
         torch.zeros(2, dtype=torch.int64),
-        torch.arange(2),
+        torch.tensor([0, 3]),
+        torch.arange(5),
     )
     try:
         with _quiet(), private_cache(), torch.no_grad():
             exported = torch.export.export(
                 module,
                 example,
-                dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, {0: columns}),
+                dynamic_shapes=(
+                    {0: tokens},
+                    {0: batch},
+                    {0: batch},
+                    {0: batch},
+                    {0: columns},
+                ),
                 strict=False,
             )
             torch._inductor.aoti_compile_and_package(
@@ -122,14 +131,9 @@ def prepare(
     """(packed weights, empty caches) of an engine. Compiling and loading both call this, so that
     names and shapes agree.
     """
-    capacity = capacity_of(max_seq_len, max_step_tokens)
-    weights = pack(build(shape, tensors, rope_tables(shape, capacity)), getattr(torch, dtype))
-    return weights, kernel_caches(weights, slots, capacity, fp8=fp8_kv)
-
-
-def capacity_of(max_seq_len: int, max_step_tokens: int) -> int:
-    """The positions of a slot's cache. A last step may be padded past max_seq_len."""
-    return -(-(max_seq_len + max_step_tokens) // BLOCK) * BLOCK
+    capacity, compute = slot_tokens(max_seq_len, max_step_tokens), getattr(torch, dtype)
+    weights = pack(build(shape, tensors, rope_tables(shape, capacity)), compute)
+    return weights, kernel_caches(weights, slots, capacity, torch.uint8 if fp8_kv else compute)
 
 
 class Decoder(torch.nn.Module):
@@ -155,16 +159,17 @@ class Decoder(torch.nn.Module):
         for name, tensor in self._tensors.items():
             self.register_buffer(name, tensor)
 
-    def forward(self, tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
-        """tokens [batch, n], slots [batch], lengths [batch], columns [c], int64 -> logits
-        [batch, c, vocab].
-        """
+    def forward(
+        self, tokens: Tensor, slots: Tensor, lengths: Tensor, starts: Tensor, columns: Tensor
+    ) -> Tensor:
+        """A `Runner`: see engine.py."""
         buffers = dict(self.named_buffers())
         weights: Weights = _rebuilt(self._weights, "w", buffers)
         caches = [
             (buffers[f"keys_{i}"], buffers[f"values_{i}"]) for i in range(len(weights.layers))
         ]
-        return decode(weights, self._ops, tokens, slots, lengths, columns, caches, self._dtype)
+        step = Step(slots, lengths, starts, weights.cos, weights.sin)
+        return decode(weights, self._ops, tokens, step, columns, caches, self._dtype)
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:

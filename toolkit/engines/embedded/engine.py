@@ -6,6 +6,9 @@ them. The runner is plain torch here, and a compiled package in `package.py`.
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,30 +18,31 @@ import torch
 
 from toolkit.checkpoints import quantized
 from toolkit.checkpoints.shape import ModelShape
-from toolkit.engines.embedded.model import Ops, TorchOps, Weights, build, decode
+from toolkit.engines.embedded.model import Ops, Padding, Step, TorchOps, Weights, build, decode
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.engines.embedded.weights import fuse
+from toolkit.facts.embedded import PREFILL_TOKENS
 from toolkit.words import ComputeDtype, Device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "PREFILL_TOKENS",
     "EmbeddedEngine",
     "Runner",
     "allocate_caches",
     "eager_engine",
     "eager_runner",
     "open_checkpoint",
+    "padding_of",
     "prepare_weight",
+    "unused_zeros",
 ]
 
-PREFILL_TOKENS = 64  # max tokens per sequence in one forward; a longer prompt comes in chunks
 MAX_INDICES = 256  # index tensors that are kept
-Runner = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] at
-those columns of the tokens."""
+Runner = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+"""(tokens [t], slots [b], lengths [b], starts [b], columns [c]), all int64 -> logits [c, vocab] at
+those columns of the packed tokens; those of slots[i] begin at starts[i]."""
 
 
 class EmbeddedEngine:
@@ -69,16 +73,51 @@ class EmbeddedEngine:
 
     def forward(self, slots: Sequence[int], tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """See StepEngine.forward. Raises ValueError for tokens or slots that do not fit."""
-        n = tokens.shape[1]
+        batch, n = tokens.shape
         slots = list(slots)
-        if not 0 < n <= self.max_step_tokens:
+        if batch != len(slots):
             raise ValueError(
-                f"{n} tokens per sequence; this engine takes 1 to {self.max_step_tokens} in one"
-                " forward"
+                f"{batch} rows of tokens for slots {slots}; one distinct slot per row is needed"
             )
-        if tokens.shape[0] != len(slots) or len(set(slots)) != len(slots):
+        starts = tuple(range(0, batch * n, max(1, n)))
+        columns = tuple(start + n - 1 for start in starts) if last_only else tuple(range(batch * n))
+        logits = self._append(slots, tokens.reshape(-1), [n] * batch, starts, columns)
+        return logits.view(batch, -1, self.vocab_size)
+
+    def forward_rows(
+        self, slots: Sequence[int], rows: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> Tensor:
+        """See PackingEngine.forward_rows. Raises ValueError for tokens or slots that do not fit."""
+        widths = [len(row) for row in rows]
+        ends = list(itertools.accumulate(widths))
+        starts = tuple(end - width for end, width in zip(ends, widths, strict=True))
+        columns = tuple(
+            column
+            for end, count in zip(ends, wanted, strict=True)
+            for column in range(end - count, end)
+        )
+        tokens = torch.from_numpy(np.array([token for row in rows for token in row]))
+        # A forward has at least one row of logits.
+        logits = self._append(list(slots), tokens, widths, starts, columns or (len(tokens) - 1,))
+        return logits[: len(columns)]
+
+    def _append(
+        self,
+        slots: list[int],
+        tokens: Tensor,
+        widths: list[int],
+        starts: tuple[int, ...],
+        columns: tuple[int, ...],
+    ) -> Tensor:
+        """Append packed tokens [t], widths[i] of them to slots[i]. The logits [c, vocab]."""
+        if not (widths and min(widths) > 0 and max(widths) <= self.max_step_tokens):
             raise ValueError(
-                f"{tokens.shape[0]} rows of tokens for slots {slots}; one distinct slot per row is"
+                f"{widths} tokens per sequence; this engine takes 1 to {self.max_step_tokens} in"
+                " one forward"
+            )
+        if len(widths) != len(slots) or len(set(slots)) != len(slots):
+            raise ValueError(
+                f"{len(widths)} rows of tokens for slots {slots}; one distinct slot per row is"
                 " needed"
             )
         try:
@@ -87,18 +126,20 @@ class EmbeddedEngine:
             raise ValueError(
                 f"slots {slots} are not all in this engine, which has {self.max_batch_size} slots"
             ) from None
-        if max(lengths) + n > self._capacity or min(slots) < 0:
+        if max(lengths) + max(widths) > self._capacity or min(slots) < 0:
             raise ValueError(
-                f"{n} tokens after {max(lengths)} do not fit max_seq_len {self.max_seq_len}"
+                f"{max(widths)} tokens after {max(lengths)} do not fit max_seq_len"
+                f" {self.max_seq_len}"
             )
-        columns = self._index((n - 1,) if last_only else tuple(range(n)))
-        starts = torch.from_numpy(np.array(lengths))  # takes a fourth of torch.tensor's time
+        places = torch.from_numpy(np.array(lengths))  # takes a fourth of torch.tensor's time
         with torch.inference_mode():
             if not self._on_cpu:
-                tokens, starts = tokens.to(self._device), starts.to(self._device)
-            logits = self._run(tokens, self._index(tuple(slots)), starts, columns)
-        for slot in slots:
-            self._lengths[slot] += n
+                tokens, places = tokens.to(self._device), places.to(self._device)
+            logits = self._run(
+                tokens, self._index(tuple(slots)), places, self._index(starts), self._index(columns)
+            )
+        for slot, width in zip(slots, widths, strict=True):
+            self._lengths[slot] += width
         return logits
 
     def _index(self, values: tuple[int, ...]) -> Tensor:
@@ -189,10 +230,26 @@ def eager_runner(
 ) -> Runner:
     """A runner that calls `decode` with these ops on these caches."""
 
-    def run(tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
-        return decode(weights, ops, tokens, slots, lengths, columns, caches, dtype)
+    def run(
+        tokens: Tensor, slots: Tensor, lengths: Tensor, starts: Tensor, columns: Tensor
+    ) -> Tensor:
+        padding = padding_of(starts.tolist(), len(tokens), starts.device)
+        step = Step(slots, lengths, starts, weights.cos, weights.sin, padding)
+        return decode(weights, ops, tokens, step, columns, caches, dtype)
 
     return run
+
+
+def padding_of(starts: list[int], tokens: int, device: torch.device) -> Padding | None:
+    """The padding of packed tokens; None if all sequences bring as many, and need none."""
+    widths = np.diff([*starts, tokens])
+    width = int(widths.max())
+    if width * len(starts) == tokens:
+        return None
+    places = np.arange(width)
+    rows = np.array(starts)[:, None] + np.minimum(places, widths[:, None] - 1)  # [batch, width]
+    kept = np.flatnonzero(places < widths[:, None])
+    return Padding(torch.from_numpy(rows).to(device), torch.from_numpy(kept).to(device))
 
 
 def allocate_caches(
@@ -204,13 +261,22 @@ def allocate_caches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Zeroed (k, v) per layer, each [slots, kv_heads, capacity, head_dim]."""
     size = (slots, shape.num_kv_heads, capacity, shape.head_dim)
-    return [
-        (
-            torch.zeros(size, dtype=dtype, device=device),
-            torch.zeros(size, dtype=dtype, device=device),
-        )
-        for _ in range(shape.num_layers)
-    ]
+
+    def cache() -> Tensor:
+        if device is None or device.type == "cpu":
+            return unused_zeros(size, dtype)
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return [(cache(), cache()) for _ in range(shape.num_layers)]
+
+
+def unused_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU that take memory only once they are written, page by page. They begin at a
+    page.
+    """
+    num_bytes = math.prod(size) * dtype.itemsize
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(size)
 
 
 def prepare_weight(name: str, tensor: Tensor, dtype: torch.dtype, native_fp8: bool) -> Tensor:

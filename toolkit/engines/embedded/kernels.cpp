@@ -5,9 +5,10 @@
 // over positions in attention), each in its own vector lane, and each output is computed by one
 // thread. So verifying five tokens at once gives, bit by bit, the same as five single steps.
 //
-// Weights are packed in blocks of 64 rows, [blocks, k, 64] ([blocks, k/4, 64, 4] for INT8 x INT8),
-// so that one pass over memory, from front to back, feeds four vectors of 16 rows. GCC compiles its
-// vector types to the instructions that the machine has; VNNI is used if the machine has it.
+// Weights are packed in blocks of 64 rows, [blocks, k, 64], or, for products of groups of codes or
+// of BF16 numbers, [blocks, k/4, 64, 4] and [blocks, k/2, 64, 2]: so one pass over memory, from
+// front to back, feeds vectors of rows. GCC compiles its vector types to the instructions that the
+// machine has; VNNI and the BF16 product are used if the machine has them.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -15,30 +16,43 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <type_traits>
+#include <vector>
 
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
 namespace {
 
 using at::Tensor;
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Bytes = int8_t __attribute__((vector_size(16)));
-using Halves = uint16_t __attribute__((vector_size(32)));
 
+// A vector is a register: GCC keeps wider ones in memory.
+#if defined(__AVX512F__)
 constexpr int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+using Shorts = int16_t __attribute__((vector_size(kLanes * 4)));
+using Bytes = int8_t __attribute__((vector_size(kLanes)));
+using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+
 constexpr int64_t kBlock = 64;   // rows in a packed block
 constexpr int64_t kVectors = kBlock / kLanes;
-constexpr int64_t kTokens = 6;   // tokens per pass over the weights: 24 accumulators fit into the registers
+constexpr int64_t kTokens = 6;   // rows of activations per pass over the weights: 24 sums fit into 32 registers
+constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors that are summed at a time in attention
 constexpr int64_t kGrain = 1 << 17;  // with fewer multiply-adds, a second thread costs more than it saves
 constexpr float kFp8Max = 448.0f;
 
@@ -51,8 +65,7 @@ inline V load(const void* from) {
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
 
-// The same for the last vector of a row, which may have fewer than sixteen numbers; the others are
-// zeros. It is not inlined, because a copy of unknown length is a call, and around a call every
+// The same for the last vector of a row, which may have fewer numbers; the others are zeros. It is not inlined, because a copy of unknown length is a call, and around a call every
 // vector is written to memory.
 [[gnu::noinline, gnu::cold]] Floats load_few(const float* from, int64_t count) {
   Floats v = {};
@@ -88,7 +101,7 @@ inline Floats splat(float x) { return x - Floats{}; }
 
 // Keep a loaded value in a register. Otherwise GCC loads it again for every product, and the loads
 // limit the speed of the loop.
-inline void keep_loaded(Floats& v) {
+inline void keep_loaded([[maybe_unused]] Floats& v) {
 #ifdef __AVX512F__
   asm("" : "+v"(v));
 #endif
@@ -101,27 +114,30 @@ inline void ahead(const void* weights, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(weights) + 3072 + i);
 }
 
-// Sixteen weights of any storage type as floats; all of these conversions are exact. GCC 12
-// compiles __builtin_convertvector on bytes lane by lane (14 times slower), so for AVX-512 machines
-// the instruction is named.
+// A vector of weights of any storage type as floats; all of these conversions are exact. GCC 12
+// compiles __builtin_convertvector on bytes lane by lane (14 times slower), so the instruction is
+// named.
 struct Fp8 { uint8_t bits; };
 struct Bf16 { uint16_t bits; };
 
 #ifdef __AVX512F__
 inline Ints signed_bytes(const void* w) { return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(w)); }
 inline Ints halves(const void* w) { return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(w)); }
+#elif defined(__AVX2__)
+inline Ints signed_bytes(const void* w) { return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(w))); }
+inline Ints halves(const void* w) { return (Ints)_mm256_cvtepu16_epi32(load<__m128i>(w)); }
 #else
 inline Ints signed_bytes(const void* w) { return __builtin_convertvector(load<Bytes>(w), Ints); }
 inline Ints halves(const void* w) { return __builtin_convertvector(load<Halves>(w), Ints); }
 #endif
 
 inline Floats widen(const float* w) { return load<Floats>(w); }
-inline Floats widen(const int8_t* w) { return __builtin_convertvector(signed_bytes(w), Floats); }
 inline Floats widen(const Bf16* w) { return (Floats)(halves(w) << 16); }
 
 // The exponent bias of E4M3 is 7, that of float is 127: move the sign and the seven other bits into
 // their places, and multiply by 2^120. This is correct for subnormals, too. Weights hold no NaN.
-inline Floats widen(const Fp8* w) { return (Floats)((signed_bytes(w) << 20) & int32_t(0x87f00000)) * 0x1p120f; }
+inline Floats widened(Ints code_on_top) { return (Floats)(code_on_top >> 4 & int32_t(0x87f00000)) * 0x1p120f; }
+inline Floats widen(const Fp8* w) { return widened(signed_bytes(w) << 24); }
 
 // A code in a cache, which may be NaN (0x7f or 0xff): a fault has to reach the logits, not to become
 // a number.
@@ -146,8 +162,15 @@ inline Floats rounded_to_fp8(Floats x) {
   return x == x ? rounded : x;
 }
 
-// Write sixteen numbers into a cache: unchanged, or as the codes of x / scale.
+// Write a vector of numbers into a cache: unchanged, as the nearest BF16 numbers, or as the codes of
+// x / scale.
 inline void keep(float* to, Floats x, float) { store(to, x); }
+inline void keep(Bf16* to, Floats x, float) {
+  Ints bits = (Ints)x;
+  Ints nearest = bits + 0x7fff + (bits >> 16 & 1);
+  nearest = x == x ? nearest : bits | 0x400000;  // a NaN stays one
+  for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint16_t>(nearest[i] >> 16);
+}
 inline void keep(CachedFp8* to, Floats x, float scale) {
   Floats value = rounded_to_fp8(x / scale);
   Ints magnitude = (Ints)value & 0x7fffffff, sign = ((Ints)value >> 24) & 0x80;
@@ -157,15 +180,21 @@ inline void keep(CachedFp8* to, Floats x, float scale) {
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint8_t>(code[i]);
 }
 
-// Reduce sixteen lanes to one number, in halves: four steps instead of a chain of fifteen.
+inline Ints lanes() {
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  return lane;
+}
+
+// Reduce the lanes to one number, in halves: a few steps instead of a chain.
 template <typename F>
 inline float fold(Floats v, const F& join) {
-  v = join(v, __builtin_shuffle(v, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  v = join(v, __builtin_shuffle(v, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  v = join(v, __builtin_shuffle(v, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  v = join(v, __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) v = join(v, __builtin_shuffle(v, lanes() ^ half));
   return v[0];
 }
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x for x <= 0, to about one unit in the last place; below -87 the result is cut at e^-87.
 inline Floats exponential(Floats x) {
@@ -195,11 +224,24 @@ void parallel(int64_t tasks, int64_t work_per_task, const F& f) {
   }
 }
 
+// Call f() in so many threads that each has `kGrain` of the work; f takes tasks from a common counter.
+// So tasks of very different size are shared evenly if the largest come first.
+template <typename F>
+void share(int64_t tasks, int64_t work, const F& f) {
+  int64_t workers = std::min({tasks, work / kGrain, static_cast<int64_t>(at::get_num_threads())});
+  if (workers <= 1) return f();
+  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f();
+  });
+}
+
 const float* data_or_null(const std::optional<Tensor>& t) { return t.has_value() ? t->const_data_ptr<float>() : nullptr; }
 
-// A packed linear, as an operator gets it: weight [blocks, k, 64] float32 | bfloat16 | int8 | uint8
-// (E4M3 bits), or, if there is a `start`, [blocks, k/4, 64, 4] int8 for INT8 x INT8; scale [rows]
-// of the weights; input_scale []; pre_scale [k]; bias [rows].
+// A packed linear, as an operator gets it: weight [blocks, k, 64] float32 | bfloat16 | uint8 (E4M3
+// bits), whose activations are floats; [blocks, k/2, 64, 2] bfloat16 | uint8, whose activations are
+// rounded, too; [blocks, k/4, 64, 4] int8 with a `start`, whose activations are codes, of 8 bits at
+// input_scale or of 16 without. scale [rows] of the weights; input_scale []; pre_scale [k]; bias
+// [rows].
 struct Linear {
   const Tensor& weight;
   const std::optional<Tensor>&scale, &input_scale, &pre_scale, &bias, &start;
@@ -209,203 +251,400 @@ struct Linear {
 // What is done with a row of products: it is scaled, the bias is added, then `onto` is added.
 struct Finish {
   const float *scale, *bias, *onto;  // onto [m, rows] may be `out` itself
-  float factor;
+  float factor;                      // of the scale,
   int64_t rows;
   float* out;
+  const float* factors = nullptr;  // or one for each token
 
-  // Write sixteen numbers of token t, or fewer at the end of the row.
+  // Write a vector of numbers of token t, or fewer at the end of the row.
   void operator()(int64_t t, int64_t row, Floats v) const {
     int64_t place = t * rows + row;
+    float by = factors ? factors[t] : factor;
     if (row + kLanes <= rows) {
-      if (scale) v *= load<Floats>(scale + row) * factor;
+      if (scale) v *= load<Floats>(scale + row) * by;
       if (bias) v += load<Floats>(bias + row);
       if (onto) v += load<Floats>(onto + place);
       store(out + place, v);
       return;
     }
     for (int64_t i = 0; row + i < rows; ++i) {
-      float y = scale ? v[i] * (scale[row + i] * factor) : v[i];
+      float y = scale ? v[i] * (scale[row + i] * by) : v[i];
       if (bias) y += bias[row + i];
       out[place + i] = onto ? y + onto[place + i] : y;
     }
   }
 };
 
-// ---- linear with float activations: weights float32, bfloat16, int8 or E4M3 ---------------------
+// ---- linear -------------------------------------------------------------------------------------
 
-template <typename W, int T>
-void float_block(const float* x, const W* w, int64_t k, Floats (*acc)[kVectors]) {
-  for (int t = 0; t < T; ++t)
-    for (int j = 0; j < kVectors; ++j) acc[t][j] = Floats{};
-  Floats sum[T][kVectors] = {};
-  for (int64_t i = 0; i < k; ++i) {
-    Floats row[kVectors];
-    ahead(w + i * kBlock, kBlock * sizeof(W));
-    for (int j = 0; j < kVectors; ++j) row[j] = widen(w + i * kBlock + j * kLanes), keep_loaded(row[j]);
-    for (int t = 0; t < T; ++t) {
-      Floats value = splat(x[t * k + i]);
-      for (int j = 0; j < kVectors; ++j) sum[t][j] += value * row[j];
+// A kind of product is a `Dot`. A step of a block has a Row of numbers for each vector of rows of
+// weights, and a Group of numbers for each row of activations; `add` adds their products to a
+// vector of sums. A group is one number or, where the processor multiplies groups of 32 bits, four
+// codes or two BF16 numbers. kStepBytes are what a step takes in memory, kPanelBytes what it takes
+// where `row` reads it: `panel` returns some steps as they are, or converts them into scratch.
+//
+// Rows of activations, [rows, steps], are taken kTokens at a time: a tile.
+constexpr int64_t kPanelSteps = 64;  // they stay in the nearest cache while all tiles meet them
+
+// Vectors of rows that are summed at a time, so that the sums of `tile` rows of activations fit
+// into the registers: 32 on AVX-512, 16 elsewhere.
+constexpr int64_t pass_of(int tile) {
+  if (kLanes == 16) return kVectors;
+  return tile == 1 ? 8 : tile <= 3 ? 4 : 2;
+}
+
+// Weights of any storage type by floats. W [64] is a step.
+template <typename W>
+struct FloatDot {
+  using Sum = Floats;
+  using Row = Floats;
+  using Group = float;
+  static constexpr int64_t kStepBytes = kBlock * sizeof(W), kPanelBytes = kStepBytes;
+
+  static const char* panel(const char* w, int64_t, char*) { return w; }
+  static Row row(const char* panel, int64_t step, int64_t vector) {
+    Floats row = widen(reinterpret_cast<const W*>(panel) + step * kBlock + vector * kLanes);
+    keep_loaded(row);
+    return row;
+  }
+  static void add(Sum& sum, Group x, Row row) { sum += splat(x) * row; }
+};
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+// Four signed codes by four unsigned ones, summed exactly in int32.
+struct CodeDot {
+  using Sum = Ints;
+  using Row = Ints;
+  using Group = uint32_t;
+  static constexpr int64_t kStepBytes = kBlock * 4, kPanelBytes = kStepBytes, kStepsPerFour = 1;
+
+  static const char* panel(const char* w, int64_t, char*) { return w; }
+  static Row row(const char* panel, int64_t step, int64_t vector) { return load<Ints>(panel + step * kPanelBytes + vector * kLanes * 4); }
+  // The instruction is written by hand: around its own intrinsic, GCC 12 copies and spills the
+  // sums, which doubles the time from four rows on.
+  static void add(Sum& sum, Group x, Row row) {
+    Ints all = Ints{} + static_cast<int32_t>(x);
+#ifdef __AVX512VNNI__
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(all), "v"(row));
+#else
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(all), "x"(row));
+#endif
+  }
+};
+#else
+// The same in two steps of two codes each, as numbers of 16 bits: the first and third, then the
+// second and fourth.
+struct CodeDot {
+  using Sum = Ints;
+  using Row = Ints;
+  using Group = uint32_t;
+  static constexpr int64_t kStepBytes = kBlock * 2, kPanelBytes = kStepBytes, kStepsPerFour = 2;
+
+  static const char* panel(const char* w, int64_t, char*) { return w; }
+  static Row row(const char* panel, int64_t step, int64_t vector) {
+    Shorts fours = load<Shorts>(panel + step / 2 * 2 * kPanelBytes + vector * kLanes * 4);
+    return (Ints)(step % 2 ? fours >> 8 : fours << 8 >> 8);
+  }
+  static void add(Sum& sum, Group x, Row row) {
+#if defined(__AVX512BW__)
+    sum += (Ints)_mm512_madd_epi16((__m512i)row, _mm512_set1_epi32(static_cast<int32_t>(x)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    sum += (Ints)_mm256_madd_epi16((__m256i)row, _mm256_set1_epi32(static_cast<int32_t>(x)));
+#else
+    sum += (row << 16 >> 16) * static_cast<int32_t>(x & 0xffff) + (row >> 16) * static_cast<int32_t>(x >> 16);
+#endif
+  }
+};
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+// Two BF16 numbers by two others.
+struct Bf16Dot {
+  using Sum = Floats;
+  using Row = Ints;
+  using Group = uint32_t;
+  static constexpr int64_t kStepBytes = kBlock * 4, kPanelBytes = kStepBytes, kStepsPerPair = 1;
+
+  static const char* panel(const char* w, int64_t, char*) { return w; }
+  static Row row(const char* panel, int64_t step, int64_t vector) { return load<Ints>(panel + step * kPanelBytes + vector * 64); }
+  static void add(Sum& sum, Group x, Row row) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(Ints{} + static_cast<int32_t>(x)), "v"(row));
+  }
+};
+
+// The high and the low byte of every E4M3 number without its sign as a BF16 number, and the order
+// in which bytes of two vectors are taken in turn.
+struct Fp8AsBf16 {
+  uint8_t high[128] = {}, low[128] = {}, in_turn[128] = {};
+  constexpr Fp8AsBf16() {
+    for (int code = 0; code < 128; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (exponent == 0 && mantissa != 0) {  // subnormal: its leading one moves to its place
+        for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
+        mantissa &= 7;
+      }
+      int bits = code == 0 ? 0 : (exponent + 120) << 7 | mantissa << 4;
+      high[code] = static_cast<uint8_t>(bits >> 8), low[code] = static_cast<uint8_t>(bits & 255);
+      in_turn[code] = static_cast<uint8_t>(code / 2 + code % 2 * 64);
     }
   }
-  for (int t = 0; t < T; ++t)
-    for (int j = 0; j < kVectors; ++j) acc[t][j] = sum[t][j];
-}
+};
+constexpr Fp8AsBf16 kFp8AsBf16;
 
+// E4M3 numbers are BF16 numbers, too, and the product of two of them is exact.
+struct Fp8Dot : Bf16Dot {
+  static constexpr int64_t kStepBytes = kBlock * 2;
+
+  static const char* panel(const char* w, int64_t steps, char* pairs) {
+    auto table = [](const uint8_t* bytes) { return load<__m512i>(bytes); };
+    const Fp8AsBf16& as = kFp8AsBf16;
+    for (int64_t i = 0; i < steps * kStepBytes; i += 64) {
+      __builtin_prefetch(w + i + 3072);
+      __m512i code = load<__m512i>(w + i), sign = _mm512_and_si512(code, _mm512_set1_epi8(-128));
+      __m512i low = _mm512_permutex2var_epi8(table(as.low), code, table(as.low + 64));
+      __m512i high = _mm512_or_si512(_mm512_permutex2var_epi8(table(as.high), code, table(as.high + 64)), sign);
+      _mm512_storeu_si512(pairs + 2 * i, _mm512_permutex2var_epi8(low, table(as.in_turn), high));
+      _mm512_storeu_si512(pairs + 2 * i + 64, _mm512_permutex2var_epi8(low, table(as.in_turn + 64), high));
+    }
+    return pairs;
+  }
+};
+#else
+// Where the processor has no such product, pairs of BF16 numbers or E4M3 codes are multiplied by
+// floats, in two steps.
 template <typename W>
-void float_tokens(int64_t tokens, const float* x, const W* w, int64_t k, Floats (*acc)[kVectors]) {
-  switch (tokens) {
-    case 1: return float_block<W, 1>(x, w, k, acc);
-    case 2: return float_block<W, 2>(x, w, k, acc);
-    case 3: return float_block<W, 3>(x, w, k, acc);
-    case 4: return float_block<W, 4>(x, w, k, acc);
-    case 5: return float_block<W, 5>(x, w, k, acc);
-    default: return float_block<W, 6>(x, w, k, acc);
+struct PairDot {
+  using Sum = Floats;
+  using Row = Floats;
+  using Group = float;
+  static constexpr int64_t kStepBytes = kBlock * sizeof(W), kPanelBytes = kStepBytes, kStepsPerPair = 2;
+
+  static const char* panel(const char* w, int64_t, char*) { return w; }
+  static Row row(const char* panel, int64_t step, int64_t vector) {
+    const char* pairs = panel + step / 2 * 2 * kPanelBytes + vector * kLanes * 2 * sizeof(W);
+    if constexpr (std::is_same_v<W, Bf16>) return (Floats)(load<Ints>(pairs) << (step % 2 ? 0 : 16) & int32_t(0xffff0000));
+    return widened(halves(pairs) << (step % 2 ? 16 : 24));
+  }
+  static void add(Sum& sum, Group x, Row row) { sum += splat(x) * row; }
+};
+using Bf16Dot = PairDot<Bf16>;
+using Fp8Dot = PairDot<Fp8>;
+#endif
+
+// sums [T, kVectors] += the products of T rows of activations, which lie `stride` apart, by 64 rows of
+// weights.
+template <typename D, int T, bool kAhead>
+void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, typename D::Sum* sums) {
+  constexpr int64_t kPass = pass_of(T);
+  for (int64_t first = 0; first < kVectors; first += kPass) {
+    typename D::Sum sum[T][kPass];
+    for (int t = 0; t < T; ++t)
+      for (int j = 0; j < kPass; ++j) sum[t][j] = sums[t * kVectors + first + j];
+    for (int64_t i = 0; i < steps; ++i) {
+      if (kAhead && first == 0) ahead(panel + i * D::kPanelBytes, D::kPanelBytes);
+      typename D::Row row[kPass];
+#pragma GCC unroll 8
+      for (int j = 0; j < kPass; ++j) row[j] = D::row(panel, i, first + j);
+#pragma GCC unroll 6
+      for (int t = 0; t < T; ++t) {
+        auto group = x[t * stride + i];
+#pragma GCC unroll 8
+        for (int j = 0; j < kPass; ++j) D::add(sum[t][j], group, row[j]);
+      }
+    }
+    for (int t = 0; t < T; ++t)
+      for (int j = 0; j < kPass; ++j) sums[t * kVectors + first + j] = sum[t][j];
   }
 }
 
-template <typename W>
-void float_linear(const float* x, const W* w, int64_t m, int64_t k, int64_t blocks, const Finish& finish) {
-  parallel(blocks, kBlock * k * m, [&](int64_t begin, int64_t end) {
-    Floats acc[kTokens][kVectors];
+template <typename D, bool kAhead>
+void dot_rows(int64_t rows, const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, typename D::Sum* sums) {
+  switch (rows) {
+    case 1: return dot_tile<D, 1, kAhead>(x, stride, panel, steps, sums);
+    case 2: return dot_tile<D, 2, kAhead>(x, stride, panel, steps, sums);
+    case 3: return dot_tile<D, 3, kAhead>(x, stride, panel, steps, sums);
+    case 4: return dot_tile<D, 4, kAhead>(x, stride, panel, steps, sums);
+    case 5: return dot_tile<D, 5, kAhead>(x, stride, panel, steps, sums);
+    default: return dot_tile<D, 6, kAhead>(x, stride, panel, steps, sums);
+  }
+}
+
+// Prefetch slice `part` of `parts` of these bytes.
+inline void prefetch_part(const char* from, int64_t bytes, int64_t part, int64_t parts) {
+  for (int64_t i = bytes * part / parts / 64 * 64, end = bytes * (part + 1) / parts; i < end; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Call finish(first, sums [rows, kVectors]) for every block of weights, whose rows begin at `first`.
+// If there are several tiles, all of them meet a panel of weights before the next panel, which
+// comes from memory meanwhile.
+template <typename D, typename F>
+void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const void* weights, int64_t blocks, const F& finish) {
+  using Sum = typename D::Sum;
+  constexpr bool kConverts = D::kPanelBytes != D::kStepBytes;
+  int64_t tiles = (rows + kTokens - 1) / kTokens;
+  bool is_single = tiles == 1 && !kConverts && pass_of(static_cast<int>(rows)) == kVectors;
+  int64_t portion = is_single ? steps : kPanelSteps;
+  parallel(blocks, kBlock * steps * rows, [&](int64_t begin, int64_t end) {
+    Scratch<Sum> sums(rows * kVectors);
+    Scratch<char> scratch(kConverts ? kPanelSteps * D::kPanelBytes : 0);
     for (int64_t b = begin; b < end; ++b) {
-      for (int64_t t = 0; t < m; t += kTokens) {
-        int64_t tokens = std::min(kTokens, m - t);
-        float_tokens<W>(tokens, x + t * k, w + b * k * kBlock, k, acc);
-        for (int64_t i = 0; i < tokens; ++i)
-          for (int64_t j = 0; j < kVectors && b * kBlock + j * kLanes < finish.rows; ++j)
-            finish(t + i, b * kBlock + j * kLanes, acc[i][j]);
+      std::fill_n(static_cast<Sum*>(sums), rows * kVectors, Sum{});
+      for (int64_t s = 0; s < steps; s += portion) {
+        int64_t count = std::min(portion, steps - s);
+        const char* from = static_cast<const char*>(weights) + (b * steps + s) * D::kStepBytes;
+        const char* panel = D::panel(from, count, scratch);
+        if (tiles == 1) {
+          dot_rows<D, !kConverts>(rows, x + s, steps, panel, count, sums);
+          continue;
+        }
+        for (int64_t i = 0, t = 0; t < rows; ++i, t += kTokens) {
+          int64_t tile = std::min(kTokens, rows - t);
+          prefetch_part(from + count * D::kStepBytes, portion * D::kStepBytes, i, tiles);
+          dot_rows<D, false>(tile, x + t * steps + s, steps, panel, count, sums + t * kVectors);
+        }
       }
+      finish(b * kBlock, static_cast<const Sum*>(sums));
     }
   });
 }
 
-// If the linear has an input scale, activations are rounded to E4M3 first.
-void project_floats(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
-  TORCH_CHECK(linear.weight.size(1) == k, "linear: weight does not fit the input");
-  Scratch<float> rounded(linear.input_scale.has_value() ? m * k : 0);
-  if (linear.input_scale.has_value()) {
-    for (int64_t i = 0; i < m * k; i += kLanes) store(rounded + i, rounded_to_fp8(load(x + i, m * k - i) / finish.factor), m * k - i);
-    x = rounded;
-  }
-  const void* w = linear.weight.const_data_ptr();
-  int64_t blocks = linear.weight.size(0);
-  switch (linear.weight.scalar_type()) {
-    case at::kFloat: return float_linear(x, static_cast<const float*>(w), m, k, blocks, finish);
-    case at::kBFloat16: return float_linear(x, static_cast<const Bf16*>(w), m, k, blocks, finish);
-    case at::kChar: return float_linear(x, static_cast<const int8_t*>(w), m, k, blocks, finish);
-    case at::kByte: return float_linear(x, static_cast<const Fp8*>(w), m, k, blocks, finish);
-    default: TORCH_CHECK(false, "linear: weight dtype ", linear.weight.scalar_type());
-  }
+// dot_linear of m tokens, each of which is a row of activations, and finish.
+template <typename D>
+void project_rows(const typename D::Group* x, int64_t m, int64_t steps, const Tensor& weight, const Finish& finish) {
+  dot_linear<D>(x, m, steps, weight.const_data_ptr(), weight.size(0), [&](int64_t first, const Floats* sums) {
+    for (int64_t t = 0; t < m; ++t)
+      for (int64_t j = 0; j < kVectors && first + j * kLanes < finish.rows; ++j)
+        finish(t, first + j * kLanes, sums[t * kVectors + j]);
+  });
 }
 
-// ---- linear INT8 x INT8, summed exactly in int32 ------------------------------------------------
-
-#ifdef __AVX512VNNI__
-// sum += four products per lane. The instruction is written by hand: around its own intrinsic, GCC
-// 12 copies and spills the accumulators, which doubles the time from four tokens on.
-inline void count(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+// Rows of `steps` pairs of the nearest BF16 numbers, k numbers in use; with a scale, of x / scale
+// rounded to E4M3.
+void store_floats(const float* x, int64_t m, int64_t k, const float* fp8_scale, int64_t steps, uint32_t* rows) {
+  parallel(m, k, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t i = 0; i < k; i += 2 * kLanes) {
+        Floats v[2] = {load(x + t * k + i, k - i), i + kLanes < k ? load(x + t * k + i + kLanes, k - i - kLanes) : Floats{}};
+        if (fp8_scale) v[0] = rounded_to_fp8(v[0] / *fp8_scale), v[1] = rounded_to_fp8(v[1] / *fp8_scale);
+        Floats pairs = (Floats)_mm512_cvtne2ps_pbh((__m512)v[1], (__m512)v[0]);
+        store(reinterpret_cast<float*>(rows) + t * steps + i / 2, pairs, steps - i / 2);
+      }
+  });
 }
-#endif
-
-// Activations are unsigned here (code + 128), as VNNI needs them. `start` is -128 * (sum of the
-// row's weights), which cancels the 128.
-template <int T>
-void int8_block(const uint8_t* x, const int8_t* w, int64_t quads, const int32_t* start, Ints (*acc)[kVectors]) {
-#ifdef __AVX512VNNI__
-  __m512i sum[T][kVectors];
-  for (int t = 0; t < T; ++t)
-    for (int j = 0; j < kVectors; ++j) sum[t][j] = _mm512_loadu_si512(start + j * kLanes);
-  for (int64_t i = 0; i < quads; ++i) {
-    __m512i row[kVectors];
-    ahead(w + i * kBlock * 4, kBlock * 4);
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) row[j] = _mm512_loadu_si512(w + (i * kBlock + j * kLanes) * 4);
-#pragma GCC unroll 6
-    for (int t = 0; t < T; ++t) {
-      int32_t four;
-      std::memcpy(&four, x + (t * quads + i) * 4, 4);
-      __m512i value = _mm512_set1_epi32(four);
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) count(sum[t][j], value, row[j]);
-    }
-  }
-  for (int t = 0; t < T; ++t)
-    for (int j = 0; j < kVectors; ++j) acc[t][j] = (Ints)sum[t][j];
 #else
-  for (int t = 0; t < T; ++t) {
-    int32_t sum[kBlock];
-    std::memcpy(sum, start, sizeof(sum));
-    for (int64_t i = 0; i < quads; ++i) {
-      const uint8_t* four = x + (t * quads + i) * 4;
-      const int8_t* row = w + i * kBlock * 4;
-      for (int64_t r = 0; r < kBlock; ++r)
-        sum[r] += four[0] * row[4 * r] + four[1] * row[4 * r + 1] + four[2] * row[4 * r + 2] + four[3] * row[4 * r + 3];
-    }
-    std::memcpy(acc[t], sum, sizeof(sum));
-  }
-#endif
-}
-
-void int8_tokens(int64_t tokens, const uint8_t* x, const int8_t* w, int64_t quads, const int32_t* start, Ints (*acc)[kVectors]) {
-  switch (tokens) {
-    case 1: return int8_block<1>(x, w, quads, start, acc);
-    case 2: return int8_block<2>(x, w, quads, start, acc);
-    case 3: return int8_block<3>(x, w, quads, start, acc);
-    case 4: return int8_block<4>(x, w, quads, start, acc);
-    case 5: return int8_block<5>(x, w, quads, start, acc);
-    default: return int8_block<6>(x, w, quads, start, acc);
-  }
-}
-
-// round(v) in [-128, 127], plus 128. Adding 1.5 * 2^23 rounds half to even and leaves the integer
-// in the low bits.
-inline void store_codes(uint8_t* to, Floats v, int64_t n) {
-  v = v < splat(-128.0f) ? splat(-128.0f) : v;
-  v = v > splat(127.0f) ? splat(127.0f) : v;
-  Ints code = (Ints)(v + 0x1.8p23f) - 0x4b400000 + 128;
-#ifdef __AVX512F__
-  if (n >= kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)code));
-#endif
-  for (int i = 0; i < std::min(n, kLanes); ++i) to[i] = static_cast<uint8_t>(code[i]);
-}
-
-// Codes are round(x * pre_scale / input_scale) in [-128, 127]. No code stands for NaN, so a token
-// with a NaN in it gets NaN as all of its results.
-void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
-  int64_t blocks = linear.weight.size(0), quads = linear.weight.size(1), padded = quads * 4;
-  TORCH_CHECK(padded >= k && padded < k + 4, "linear: weight does not fit the input");
-  const float *pre = data_or_null(linear.pre_scale), inverse = 1.0f / finish.factor;
-  Scratch<uint8_t> codes(m * padded), has_nan(m);
+// The same as floats, one to a step.
+void store_floats(const float* x, int64_t m, int64_t k, const float* fp8_scale, int64_t steps, float* rows) {
   parallel(m, k, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      Ints nan = {};
+      std::fill(rows + t * steps + k, rows + (t + 1) * steps, 0.0f);
       for (int64_t i = 0; i < k; i += kLanes) {
         Floats v = load(x + t * k + i, k - i);
-        if (pre) v *= load(pre + i, k - i);
-        nan |= v != v;
-        store_codes(codes + t * padded + i, v * inverse, padded - i);
-      }
-      has_nan[t] = 0;
-      for (int i = 0; i < kLanes; ++i) has_nan[t] |= nan[i] != 0;
-    }
-  });
-  const int8_t* w = linear.weight.const_data_ptr<int8_t>();
-  const int32_t* first = linear.start->const_data_ptr<int32_t>();
-  parallel(blocks, kBlock * k * m / 4, [&](int64_t begin, int64_t end) {
-    Ints acc[kTokens][kVectors];
-    for (int64_t n = begin; n < end; ++n) {
-      for (int64_t t = 0; t < m; t += kTokens) {
-        int64_t tokens = std::min(kTokens, m - t);
-        int8_tokens(tokens, codes + t * padded, w + n * padded * kBlock, quads, first + n * kBlock, acc);
-        for (int64_t i = 0; i < tokens; ++i)
-          for (int64_t j = 0; j < kVectors && n * kBlock + j * kLanes < finish.rows; ++j)
-            finish(t + i, n * kBlock + j * kLanes, __builtin_convertvector(acc[i][j], Floats));
+        if (fp8_scale) v = rounded_to_fp8(v / *fp8_scale);
+        store(rows + t * steps + i, v, k - i);
       }
     }
   });
-  for (int64_t t = 0; t < m; ++t)
-    if (has_nan[t]) std::fill_n(finish.out + t * finish.rows, finish.rows, std::numeric_limits<float>::quiet_NaN());
+}
+#endif
+
+// Weights by float activations.
+template <typename W>
+void project_floats(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
+  TORCH_CHECK(linear.weight.size(1) == k && !linear.input_scale.has_value(), "linear: weight does not fit the input");
+  project_rows<FloatDot<W>>(x, m, k, linear.weight, finish);
+}
+
+// BF16 by BF16, or E4M3 by E4M3 if the linear has an input scale.
+template <typename D>
+void project_pairs(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
+  int64_t steps = linear.weight.size(1) * D::kStepsPerPair;
+  TORCH_CHECK(linear.weight.size(1) == (k + 1) / 2, "linear: weight does not fit the input");
+  Scratch<typename D::Group> rows(m * steps);
+  store_floats(x, m, k, linear.input_scale.has_value() ? &finish.factor : nullptr, steps, static_cast<typename D::Group*>(rows));
+  project_rows<D>(rows, m, steps, linear.weight, finish);
+}
+
+// The low bytes of integers.
+inline void store_bytes(uint8_t* to, Ints v) {
+#ifdef __AVX512F__
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<uint8_t>(v[i]);
+#endif
+}
+
+// Fours of codes, as one group each or as two.
+inline void store_fours(CodeDot::Group* to, const uint32_t* fours, int64_t count) {
+  if (CodeDot::kStepsPerFour == 1) {
+    std::copy_n(fours, count, to);
+  } else {
+    for (int64_t j = 0; j < count; ++j) to[2 * j] = fours[j] & 0x00ff00ff, to[2 * j + 1] = fours[j] >> 8 & 0x00ff00ff;
+  }
+}
+
+// The codes of a token, unsigned as the products need them. With an input scale they are
+// round(x * pre_scale / input_scale) in [-128, 127], plus 128. Without one they have sixteen bits,
+// round(x / scale) + 2^15, where the token's largest number gets 2^15 - 1; they are two rows, of
+// the high and of the low bytes. Returns the scale. No code stands for NaN or infinity, so it is
+// NaN then, which makes all of the token's results NaN.
+float store_codes(const float* x, int64_t k, const Linear& linear, float input_scale, int64_t steps, CodeDot::Group* to) {
+  constexpr float kLargest = 32767.0f, kTiny = 1e-30f;
+  const float* pre = data_or_null(linear.pre_scale);
+  bool is_wide = !linear.input_scale.has_value();
+  float scale = input_scale;
+  if (is_wide) {
+    Floats largest = splat(kTiny);
+    for (int64_t i = 0; i < k; i += kLanes) largest = larger((Floats)((Ints)load(x + i, k - i) & 0x7fffffff), largest);
+    scale = fold(largest, larger) / kLargest;
+  }
+  float inverse = 1.0f / scale;
+  Ints bad = {};
+  for (int64_t i = 0; i < k; i += kLanes) {
+    Floats v = load(x + i, k - i);
+    if (pre) v *= load(pre + i, k - i);
+    bad |= is_wide ? v - v != Floats{} : v != v;
+    v *= inverse;
+    if (!is_wide) {
+      v = v < splat(-128.0f) ? splat(-128.0f) : v;
+      v = v > splat(127.0f) ? splat(127.0f) : v;
+    }
+    // Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low bits.
+    Ints code = (Ints)(v + 0x1.8p23f) - 0x4b400000 + (is_wide ? 32768 : 128);
+    uint32_t low[kLanes / 4], high[kLanes / 4];
+    store_bytes(reinterpret_cast<uint8_t*>(low), code);
+    if (is_wide) store_bytes(reinterpret_cast<uint8_t*>(high), code >> 8);
+    int64_t count = std::min(kLanes, k - i + 3) / 4, first = i / 4 * CodeDot::kStepsPerFour;
+    if (is_wide) store_fours(to + first, high, count);
+    store_fours(to + (is_wide ? steps : 0) + first, low, count);
+  }
+  for (int i = 0; i < kLanes; ++i)
+    if (bad[i]) return std::numeric_limits<float>::quiet_NaN();
+  return scale;
+}
+
+// INT8 by codes of 8 or 16 bits. `start` is -128 * (sum of the row's weights), which cancels the
+// 128 of the codes, or of the high bytes.
+void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& of_call) {
+  int64_t steps = linear.weight.size(1) * CodeDot::kStepsPerFour, planes = linear.input_scale.has_value() ? 1 : 2;
+  TORCH_CHECK(linear.weight.size(1) == (k + 3) / 4, "linear: weight does not fit the input");
+  Scratch<CodeDot::Group> rows(m * planes * steps);
+  Scratch<float> scales(m);
+  parallel(m, k, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) scales[t] = store_codes(x + t * k, k, linear, of_call.factor, steps, rows + t * planes * steps);
+  });
+  Finish finish = of_call;
+  finish.factors = scales;
+  const int32_t* start = linear.start->const_data_ptr<int32_t>();
+  dot_linear<CodeDot>(rows, m * planes, steps, linear.weight.const_data_ptr(), linear.weight.size(0), [&](int64_t first, const Ints* sums) {
+    for (int64_t t = 0; t < m; ++t)
+      for (int64_t j = 0; j < kVectors && first + j * kLanes < finish.rows; ++j) {
+        const Ints* sum = sums + t * planes * kVectors + j;
+        Floats v = __builtin_convertvector(*sum + load<Ints>(start + first + j * kLanes), Floats);
+        if (planes == 2) v = v * 256.0f + __builtin_convertvector(sum[kVectors], Floats);
+        finish(t, first + j * kLanes, v);
+      }
+  });
 }
 
 // out [m, rows] = linear(x [m, k]) + onto.
@@ -413,7 +652,13 @@ void project(const float* x, int64_t m, int64_t k, const Linear& linear, const f
   TORCH_CHECK(linear.weight.is_contiguous() && linear.weight.size(0) * kBlock >= linear.rows, "linear: weight is not packed for its rows");
   float factor = linear.input_scale.has_value() ? *linear.input_scale->const_data_ptr<float>() : 1.0f;
   Finish finish{data_or_null(linear.scale), data_or_null(linear.bias), onto, factor, linear.rows, out};
-  linear.start.has_value() ? project_codes(x, m, k, linear, finish) : project_floats(x, m, k, linear, finish);
+  if (linear.start.has_value()) return project_codes(x, m, k, linear, finish);
+  auto dtype = linear.weight.scalar_type();
+  bool is_paired = linear.weight.dim() == 4;
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, "linear: weight dtype ", dtype);
+  if (dtype == at::kFloat) return project_floats<float>(x, m, k, linear, finish);
+  if (dtype == at::kBFloat16) return is_paired ? project_pairs<Bf16Dot>(x, m, k, linear, finish) : project_floats<Bf16>(x, m, k, linear, finish);
+  is_paired ? project_pairs<Fp8Dot>(x, m, k, linear, finish) : project_floats<Fp8>(x, m, k, linear, finish);
 }
 
 const float* floats(const Tensor& x) {
@@ -510,7 +755,7 @@ struct Queries {
   int64_t reach;
 };
 
-// The scores of Q queries, from `first` on, at 16 V positions. The head's keys are stored [dim,
+// The scores of Q queries, from `first` on, at V vectors of positions. The head's keys are stored [dim,
 // capacity].
 template <typename C, int Q, int V>
 void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int64_t place) {
@@ -526,8 +771,8 @@ void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int
     for (int j = 0; j < V; ++j) store(all.scores + (first + i) * all.reach + place + j * kLanes, sum[i][j]);
 }
 
-// mixed[i] [d, d + 16 D) = sum over positions of scores[i] * value; values are stored [capacity,
-// padded]. Several columns of 16 dims are summed at a time, since a single sum would have to wait
+// mixed[i], D vectors from d on = sum over positions of scores[i] * value; values are stored [capacity,
+// padded]. Several vectors of dims are summed at a time, since a single sum would have to wait
 // for each of its additions.
 template <typename C, int Q, int D>
 void mix(const Queries& all, const C* values, const Heads& h, int64_t first, int64_t begin, int64_t end, int64_t d) {
@@ -562,13 +807,11 @@ void together(int64_t count, const F& f) {
   }
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
 // Turn the scores of the visible positions [from, to) into weights, the largest of which is 1, and
 // the other scores of [begin, end) into 0. Returns the sum of the weights. The mixed values are
 // divided by it, and not the weights, since there are fewer mixed values than positions.
 inline float softmax(float* scores, int64_t begin, int64_t end, int64_t from, int64_t to) {
-  Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints lane = lanes();
   Floats hidden = splat(-std::numeric_limits<float>::infinity()), top = hidden, total = {};
   for (int64_t s = begin; s < end; s += kLanes) {
     Floats v = load<Floats>(scores + s);
@@ -595,13 +838,13 @@ void attend_to(Queries& all, int64_t count, const C* keys, const C* values, cons
   auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
   int64_t begin = from(*std::min_element(all.at, all.at + count)), end = *std::max_element(all.at, all.at + count) + 1;
   int64_t first = begin / kLanes * kLanes, last = (end + kLanes - 1) / kLanes * kLanes, place = first;
-  for (; place + kBlock <= last; place += kBlock)
-    together(count, [&]<int Q>(int64_t q) { score<C, Q, kVectors>(all, keys, h, q, place); });
+  for (; place + kWide * kLanes <= last; place += kWide * kLanes)
+    together(count, [&]<int Q>(int64_t q) { score<C, Q, kWide>(all, keys, h, q, place); });
   for (; place < last; place += kLanes) together(count, [&]<int Q>(int64_t q) { score<C, Q, 1>(all, keys, h, q, place); });
   for (int64_t i = 0; i < count; ++i) all.sums[i] = softmax(all.scores + i * all.reach, first, last, from(all.at[i]), all.at[i] + 1);
   together(count, [&]<int Q>(int64_t q) {
     int64_t d = 0;
-    for (; d + 4 * kLanes <= h.padded; d += 4 * kLanes) mix<C, Q, 4>(all, values, h, q, begin, end, d);
+    for (; d + kWide * kLanes <= h.padded; d += kWide * kLanes) mix<C, Q, kWide>(all, values, h, q, begin, end, d);
     for (; d + 2 * kLanes <= h.padded; d += 2 * kLanes) mix<C, Q, 2>(all, values, h, q, begin, end, d);
     for (; d < h.padded; d += kLanes) mix<C, Q, 1>(all, values, h, q, begin, end, d);
   });
@@ -633,37 +876,54 @@ void rotate(const float* from, const float* norm, float eps, const float* cos, c
 
 // The caches of a layer and where a step writes in them; see `attention`.
 struct Cache {
-  const Tensor &keys, &values, &slots, &lengths, &cos, &sin;
+  const Tensor &keys, &values, &slots, &lengths, &starts, &cos, &sin;
   const std::optional<Tensor>&q_norm, &k_norm, &k_scale, &v_scale;
   int64_t heads, window;
   float eps;
 };
 
+// The tokens of sequence b are those from start[b] up to the start of the next one, or up to the last.
 template <typename C>
-void attention_heads(const float* qkv, int64_t batch, int64_t n, const Cache& cache, float* out) {
+void attention_heads(const float* qkv, int64_t tokens, const Cache& cache, float* out) {
   Heads h{cache.heads, cache.keys.size(1), cache.keys.size(2), cache.values.size(3), cache.keys.size(3)};
-  int64_t group = h.heads / h.kv_heads, queries = group * n, window = cache.window;
+  int64_t batch = cache.slots.size(0), group = h.heads / h.kv_heads, window = cache.window;
+  const int64_t* start = cache.starts.const_data_ptr<int64_t>();
+  auto count_of = [&](int64_t b) { return (b + 1 < batch ? start[b + 1] : tokens) - start[b]; };
   const int64_t *slot = cache.slots.const_data_ptr<int64_t>(), *length = cache.lengths.const_data_ptr<int64_t>();
   const float *q_norm = data_or_null(cache.q_norm), *k_norm = data_or_null(cache.k_norm);
   const float *c = cache.cos.const_data_ptr<float>(), *s = cache.sin.const_data_ptr<float>();
   constexpr bool kFp8 = std::is_same_v<C, CachedFp8>;
   float k_scale = kFp8 ? *cache.k_scale->const_data_ptr<float>() : 1.0f, v_scale = kFp8 ? *cache.v_scale->const_data_ptr<float>() : 1.0f;
   C *key_cache = static_cast<C*>(cache.keys.mutable_data_ptr()), *value_cache = static_cast<C*>(cache.values.mutable_data_ptr());
-  int64_t longest = *std::max_element(length, length + batch) + n;
+  int64_t longest = 0, most = 1;
+  for (int64_t b = 0; b < batch; ++b) {
+    int64_t n = count_of(b);
+    TORCH_CHECK(start[b] >= 0 && n >= 0 && start[b] + n <= tokens, "attention: starts do not fit ", tokens, " tokens");
+    longest = std::max(longest, length[b] + n);
+    most = std::max(most, std::min(kQueries, group * n));
+  }
   TORCH_CHECK(longest <= h.capacity && longest <= cache.cos.size(0), "attention: the cache ends before position ", longest);
   int64_t reach = (longest + kLanes - 1) / kLanes * kLanes;
   int64_t half = h.dim / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
   float scale = k_scale / std::sqrt(static_cast<float>(h.dim));
-  parallel(batch * h.kv_heads, queries * longest * h.padded / 4, [&](int64_t first, int64_t last) {
-    int64_t most = std::min(kQueries, queries);
+  // A task is one KV head of one sequence; those with the most work come first.
+  std::vector<int64_t> order(batch), work(batch);
+  for (int64_t b = 0; b < batch; ++b) work[b] = count_of(b) * (length[b] + count_of(b));
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
+  int64_t tasks = batch * h.kv_heads, all_work = std::accumulate(work.begin(), work.end(), int64_t{0});
+  std::atomic<int64_t> next = 0;
+  share(tasks, all_work * h.heads * h.padded / 4, [&] {
     Scratch<float> rotated(most * h.padded), scores(most * reach), mixed(most * h.padded);
     Queries all{rotated, scores, mixed, {}, {}, reach};
-    for (int64_t task = first; task < last; ++task) {
-      int64_t b = task / h.kv_heads, head = task % h.kv_heads;
+    for (int64_t task = next++; task < tasks; task = next++) {
+      int64_t b = order[task / h.kv_heads], head = task % h.kv_heads, n = count_of(b), queries = group * n;
+      const float* of_row = qkv + start[b] * stride;
+      float* to_row = out + start[b] * h.heads * h.dim;
       C* keys = key_cache + (slot[b] * h.kv_heads + head) * h.dim * h.capacity;
       C* values = value_cache + (slot[b] * h.kv_heads + head) * h.capacity * h.padded;
       for (int64_t t = 0; t < n; ++t) {
-        const float* token = qkv + (b * n + t) * stride;
+        const float* token = of_row + t * stride;
         int64_t place = length[b] + t;
         rotate(token + (h.heads + head) * h.dim, k_norm, cache.eps, c + place * half, s + place * half, h.dim, all.rotated);
         const float* v = token + (h.heads + h.kv_heads + head) * h.dim;
@@ -680,14 +940,14 @@ void attention_heads(const float* qkv, int64_t batch, int64_t n, const Cache& ca
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group, at = length[b] + t;
           float* to = all.rotated + i * h.padded;
-          rotate(qkv + (b * n + t) * stride + which * h.dim, q_norm, cache.eps, c + at * half, s + at * half, h.dim, to);
+          rotate(of_row + t * stride + which * h.dim, q_norm, cache.eps, c + at * half, s + at * half, h.dim, to);
           for (int64_t d = 0; d < h.dim; ++d) to[d] *= scale;
           all.at[i] = at;
         }
         attend_to(all, count, keys, values, h, window);
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group;
-          float* to = out + ((b * n + t) * h.heads + which) * h.dim;
+          float* to = to_row + (t * h.heads + which) * h.dim;
           float whole = v_scale / all.sums[i];
           for (int64_t d = 0; d < h.dim; ++d) to[d] = all.mixed[i * h.padded + d] * whole;
         }
@@ -696,21 +956,27 @@ void attention_heads(const float* qkv, int64_t batch, int64_t n, const Cache& ca
   });
 }
 
-void attention_floats(const float* qkv, int64_t batch, int64_t n, const Cache& cache, float* out) {
+void attention_floats(const float* qkv, int64_t tokens, const Cache& cache, float* out) {
   TORCH_CHECK(cache.keys.is_contiguous() && cache.values.is_contiguous(), "attention: contiguous caches");
-  cache.keys.scalar_type() == at::kFloat ? attention_heads<float>(qkv, batch, n, cache, out) : attention_heads<CachedFp8>(qkv, batch, n, cache, out);
+  switch (cache.keys.scalar_type()) {
+    case at::kFloat: return attention_heads<float>(qkv, tokens, cache, out);
+    case at::kBFloat16: return attention_heads<Bf16>(qkv, tokens, cache, out);
+    case at::kByte: return attention_heads<CachedFp8>(qkv, tokens, cache, out);
+    default: TORCH_CHECK(false, "attention: cache dtype ", cache.keys.scalar_type());
+  }
 }
 
-// qkv [batch, n, (heads + 2 kv_heads) dim] float32; keys [slots, kv_heads, dim, capacity] and
-// values [slots, kv_heads, capacity, padded], both float32 or uint8 (E4M3 bits at k_scale, v_scale
-// []), which are written in place after the first `lengths` [batch] positions of `slots` [batch];
-// cos, sin [positions, dim / 2]; window 0: unbounded. Returns [batch, n, heads dim].
-Tensor attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& cos,
-                 const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
+// qkv [..., (heads + 2 kv_heads) dim] float32, the tokens of all sequences one behind the other; the
+// first token of each is at `starts` [batch], so that each has its own number; keys [slots, kv_heads, dim, capacity] and
+// values [slots, kv_heads, capacity, padded], both float32, bfloat16 or uint8 (E4M3 bits at k_scale,
+// v_scale []), which are written in place after the first `lengths` [batch] positions of `slots` [batch];
+// cos, sin [positions, dim / 2]; window 0: unbounded. Returns [..., heads dim].
+Tensor attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& starts,
+                 const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
   Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * keys.size(2)}, qkv.options());
-  Cache cache{keys, values, slots, lengths, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
-  attention_floats(floats(qkv), qkv.size(0), qkv.size(1), cache, out.mutable_data_ptr<float>());
+  Cache cache{keys, values, slots, lengths, starts, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
+  attention_floats(floats(qkv), qkv.size(0) * qkv.size(1), cache, out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -722,17 +988,18 @@ Tensor attend(const Tensor& hidden, const Tensor& norm,  //
               const Tensor& o, const std::optional<Tensor>& o_scale, const std::optional<Tensor>& o_input_scale,
               const std::optional<Tensor>& o_pre_scale, const std::optional<Tensor>& o_bias, const std::optional<Tensor>& o_start,
               int64_t o_rows,  //
-              Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& cos, const Tensor& sin,
+              Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& starts, const Tensor& cos,
+              const Tensor& sin,
               const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, const std::optional<Tensor>& k_scale,
               const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
   const float* x = floats(hidden);
-  int64_t batch = hidden.size(0), n = hidden.size(1), m = batch * n, k = hidden.size(2), inner = heads * keys.size(2);
-  Cache cache{keys, values, slots, lengths, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
+  int64_t m = hidden.size(0) * hidden.size(1), k = hidden.size(2), inner = heads * keys.size(2);
+  Cache cache{keys, values, slots, lengths, starts, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
   Tensor out = at::empty(hidden.sizes(), hidden.options());
   Scratch<float> normed(m * k), three(m * qkv_rows), mixed(m * inner);
   rms_norm(x, m, k, floats(norm), cache.eps, normed);
   project(normed, m, k, {qkv, qkv_scale, qkv_input_scale, qkv_pre_scale, qkv_bias, qkv_start, qkv_rows}, nullptr, three);
-  attention_floats(three, batch, n, cache, mixed);
+  attention_floats(three, m, cache, mixed);
   project(mixed, m, inner, {o, o_scale, o_input_scale, o_pre_scale, o_bias, o_start, o_rows}, x, out.mutable_data_ptr<float>());
   return out;
 }
@@ -749,7 +1016,7 @@ Tensor attend(const Tensor& hidden, const Tensor& norm,  //
   "Tensor " name ", Tensor? " name "_scale, Tensor? " name "_input_scale, Tensor? " name "_pre_scale, Tensor? " name "_bias, Tensor? " \
   name "_start, int " name "_rows"
 #define ATTENTION \
-  "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, " \
+  "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor starts, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, " \
   "Tensor? k_scale, Tensor? v_scale, int heads, int window, float eps"
 
 REGISTER(TOOLKIT_NAMESPACE, library) {

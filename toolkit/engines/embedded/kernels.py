@@ -1,8 +1,9 @@
 """The kernel library: it is built with the machine's own compiler, loaded once per process, and
 called as `Ops`.
 
-kernels.cpp explains the kernels. This module compiles them, packs weights in the layout that they
-read, and tells torch.export the shapes of their results.
+kernels.cpp explains the kernels, and package.cpp the object that runs a compiled package. This
+module compiles both into one library, packs weights in the layout that the kernels read, and tells
+torch.export the shapes of their results.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from toolkit.engines.embedded.engine import unused_zeros
 from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, Weights
 from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.errors import StageError
+from toolkit.facts.embedded import BLOCK
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BLOCK",
+    "NATIVE",
     "KernelOps",
     "build_library",
     "kernel_caches",
@@ -39,25 +42,24 @@ __all__ = [
     "source_digest",
 ]
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = ("kernels.cpp", "package.cpp")  # of one translation unit, in this order
 FLAGS = (
     "-std=gnu++20",
     "-O3",
-    "-march=native",
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
     "-shared",
 )
-BLOCK = 64  # rows of a packed block, and the step in which caches grow
+NATIVE = "native"  # the processor for which the library is compiled: GCC's -march
 LANES = 16
 _building = threading.Lock()
 _loaded: set[str] = set()
 
 
 def source_digest() -> str:
-    """The digest of the kernel source and the flags, which decide the library's behaviour together
+    """The digest of the sources and the flags, which decide the library's behaviour together
     with compiler, torch and machine.
     """
     return hashlib.sha256(_source() + " ".join(FLAGS).encode()).hexdigest()[:16]
@@ -65,35 +67,39 @@ def source_digest() -> str:
 
 @functools.cache
 def _source() -> bytes:
-    """The kernel source. It is read once, so that the digest is that of the compiled source, even
-    if the file changes while a process runs.
+    """The sources, one behind the other. They are read once, so that the digest is that of the
+    compiled source, even if a file changes while a process runs. Each says its name, so that the
+    compiler's messages do.
     """
-    return SOURCE.read_bytes()
+    folder = Path(__file__).parent
+    return b"".join(
+        f'#line 1 "{name}"\n'.encode() + (folder / name).read_bytes() for name in SOURCES
+    )
 
 
-def namespace() -> str:
+def namespace(march: str = NATIVE) -> str:
     """The namespace of a build's operators. It has a digest of the build in its name, so that
     engines of several builds can share a process.
     """
     compiler = compiler_path()
     version = compiler_version(compiler) if compiler else ""
-    parts = (source_digest(), torch.__version__, version, *instruction_set())
+    parts = (source_digest(), march, torch.__version__, version, *instruction_set())
     return f"toolkit_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
 
 
-def build_library(out_file: Path) -> str:
-    """Compile the library to out_file (about 10 s of one core, once per process). Returns its
+def build_library(out_file: Path, march: str = NATIVE) -> str:
+    """Compile the library to out_file (about 15 s of one core, once per process). Returns its
     namespace.
 
     Raises StageError with the compiler's last lines.
     """
     with _building:
-        shutil.copyfile(_compiled_once(namespace()), out_file)
-    return namespace()
+        shutil.copyfile(_compiled_once(namespace(march), march), out_file)
+    return namespace(march)
 
 
 @functools.cache
-def _compiled_once(name: str) -> Path:
+def _compiled_once(name: str, march: str) -> Path:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     compiler = compiler_path()
@@ -107,6 +113,7 @@ def _compiled_once(name: str) -> Path:
     command = [
         compiler,
         *FLAGS,
+        f"-march={march}",
         f"-DTOOLKIT_NAMESPACE={name}",
         "-x",
         "c++",
@@ -127,7 +134,7 @@ def _compiled_once(name: str) -> Path:
         raise StageError(
             "compile",
             f"the kernel library did not compile:\n{tail}",
-            where=SOURCE,
+            where=Path(__file__).with_name(SOURCES[0]),
             hint="set engine.mode: eager to build without it",
         )
     return library
@@ -221,7 +228,7 @@ def _linear(linear: Linear) -> tuple[Any, ...]:
 
 def _attention(cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> tuple[Any, ...]:
     """Cache, step and attention in the order of the operators' arguments."""
-    where = (*cache, step.slots, step.lengths, step.cos, step.sin)
+    where = (*cache, step.slots, step.lengths, step.starts, step.cos, step.sin)
     return (
         *where,
         how.q_norm,
@@ -235,20 +242,19 @@ def _attention(cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> tupl
 
 
 def kernel_caches(
-    weights: Weights, slots: int, capacity: int, *, fp8: bool
+    weights: Weights, slots: int, capacity: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Zeroed (keys [slots, kv_heads, dim, capacity], values [slots, kv_heads, capacity, padded])
-    per layer.
+    per layer, in float32, bfloat16 or uint8 (FP8 codes).
 
-    Keys are stored by dimension, so that sixteen positions are one vector. capacity must be a
-    multiple of BLOCK.
+    Keys are stored by dimension, so that consecutive positions are one vector. capacity must be a
+    multiple of BLOCK. A slot takes memory only as far as it has been used.
     """
-    dtype = torch.uint8 if fp8 else torch.float32
 
     def layer_cache(how: Attention) -> tuple[Tensor, Tensor]:
         padded = -(-how.head_dim // LANES) * LANES
-        keys = torch.zeros((slots, how.kv_heads, how.head_dim, capacity), dtype=dtype)
-        return keys, torch.zeros((slots, how.kv_heads, capacity, padded), dtype=dtype)
+        keys = unused_zeros((slots, how.kv_heads, how.head_dim, capacity), dtype)
+        return keys, unused_zeros((slots, how.kv_heads, capacity, padded), dtype)
 
     return [layer_cache(layer.attention) for layer in weights.layers]
 
@@ -284,9 +290,9 @@ def pack(weights: Weights, dtype: torch.dtype) -> Weights:
             ),
         )
 
-    embed = weights.embed
-    if embed.dtype not in (torch.float32, torch.bfloat16):
-        embed = embed.float()
+    # A copy, so that nothing keeps the file of the weights mapped.
+    keeps_dtype = weights.embed.dtype in (torch.float32, torch.bfloat16)
+    embed = weights.embed.clone() if keeps_dtype else weights.embed.float()
     return replace(
         weights,
         embed=embed,
@@ -300,26 +306,38 @@ def pack_linear(linear: Linear, dtype: torch.dtype) -> Linear:
     """Pack the rows in blocks of 64. Within a block the inner dimension comes first; the last block
     is padded with zeros.
 
-    INT8 and FP8 codes stay one byte and bfloat16 two, since the kernel widens them exactly. Other
-    plain weights become bfloat16 in a bfloat16 engine, else float32.
+    INT8 codes lie in groups of four. FP8 codes whose inputs are rounded, too, and all bfloat16
+    weights of a bfloat16 engine lie in pairs: their inputs are bfloat16 in a product. In a float32
+    engine bfloat16 weights stay bfloat16, since the kernel widens them exactly, and other plain
+    weights become float32.
     """
     weight = linear.weight
-    rows, k = weight.shape
     parts = (
         (name, getattr(linear, name)) for name in ("scale", "input_scale", "pre_scale", "bias")
     )
     small = {name: _row(tensor) for name, tensor in parts if tensor is not None}
-    if weight.dtype == torch.int8 and linear.input_scale is not None:
-        padded = torch.nn.functional.pad(weight, (0, -k % 4, 0, -rows % BLOCK))
-        packed = padded.view(-1, BLOCK, padded.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous()
+    if weight.dtype == torch.int8:
+        padded, packed = _pack_rows(weight, 4)
         start = padded.sum(dim=1, dtype=torch.int32).mul_(-128).view(1, -1)
-        return Linear(packed, **small, rows=rows, start=start)
+        return Linear(packed, **small, rows=len(weight), start=start)
+    group = 1
     if weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
-    elif weight.dtype not in (torch.int8, torch.bfloat16):
-        weight = weight.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK))
-    return Linear(padded.view(-1, BLOCK, k).transpose(1, 2).contiguous(), **small, rows=rows)
+        weight, group = weight.view(torch.uint8), 1 if linear.input_scale is None else 2
+    elif dtype == torch.bfloat16:
+        weight, group = weight.to(torch.bfloat16), 2
+    elif weight.dtype != torch.bfloat16:
+        weight = weight.float()
+    return Linear(_pack_rows(weight, group)[1], **small, rows=len(weight))
+
+
+def _pack_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """weight [rows, k], padded -> (itself, [blocks, k / group, BLOCK(, group)])."""
+    rows, k = weight.shape
+    padded = weight
+    if k % group or rows % BLOCK:  # pad copies in any case
+        padded = torch.nn.functional.pad(weight, (0, -k % group, 0, -rows % BLOCK))
+    packed = padded.view(-1, BLOCK, padded.shape[1] // group, group).transpose(1, 2)
+    return padded, packed.contiguous().squeeze(3)
 
 
 def _row(tensor: Tensor) -> Tensor:

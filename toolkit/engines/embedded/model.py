@@ -26,6 +26,7 @@ __all__ = [
     "Layer",
     "Linear",
     "Ops",
+    "Padding",
     "Step",
     "TorchOps",
     "Weights",
@@ -102,13 +103,31 @@ class Weights:
 @dataclass(frozen=True, slots=True)
 class Step:
     """Where a step writes its tokens: after the first `lengths` [batch] positions of `slots`
-    [batch], both int64.
+    [batch].
+
+    The tokens of all sequences are packed, one sequence behind the other: that of slots[i] begins
+    at starts[i] [batch], so each brings its own number of tokens. All int64. padding: for TorchOps,
+    if these numbers differ.
     """
 
     slots: Tensor
     lengths: Tensor
+    starts: Tensor
     cos: Tensor  # as in Weights
     sin: Tensor
+    padding: Padding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How packed tokens become rows of one width, and rows packed tokens again.
+
+    A row is padded with its own last token. What that writes into the cache lies behind the
+    sequence's tokens, where no result depends on it.
+    """
+
+    rows: Tensor  # [batch, width]: packed token of each place
+    kept: Tensor  # [tokens]: place of each packed token in the flattened rows
 
 
 class Ops(ABC):
@@ -185,24 +204,21 @@ def decode(
     weights: Weights,
     ops: Ops,
     tokens: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
+    step: Step,
     columns: Tensor,
     caches: list[tuple[Tensor, Tensor]],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Append tokens [batch, n] after the first `lengths` [batch] positions of `slots` [batch]; all
-    int64.
+    """Append the packed tokens [t] int64 where `step` says.
 
-    Returns the logits at `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64 in a
+    Returns the logits at `columns` [c] of the tokens, [c, vocab] in float32, or float64 in a
     float64 engine. A prompt needs only the logits of its last token, and the LM head takes a large
     part of a small model's time.
     """
-    hidden = F.embedding(tokens, weights.embed).to(dtype)
-    step = Step(slots, lengths, weights.cos, weights.sin)
+    hidden = F.embedding(tokens[None], weights.embed).to(dtype)  # [1, t, hidden]
     for layer, cache in zip(weights.layers, caches, strict=True):
         hidden = ops.feed_forward(ops.attend(hidden, layer, cache, step), layer)
-    hidden = hidden.index_select(1, columns)
+    hidden = hidden[0].index_select(0, columns)
     return logits_of(hidden, weights.norm, weights.lm_head, weights.eps, ops)
 
 
@@ -248,8 +264,13 @@ class TorchOps(Ops):
     ) -> Tensor:
         """Rotate queries and keys, write keys and values, and attend causally.
 
-        qkv [b, n, (heads + 2 kv_heads) d] -> [b, n, heads d].
+        qkv [1, t, (heads + 2 kv_heads) d] -> [1, t, heads d], or both as rows [b, n, ...].
         """
+        packed = qkv
+        if step.padding is not None:
+            qkv = qkv[0, step.padding.rows]
+        else:
+            qkv = qkv.reshape(len(step.slots), -1, qkv.shape[-1])
         batch, n, _ = qkv.shape
         heads = qkv.view(batch, n, -1, how.head_dim)
         q, k, v = torch.split(heads, [how.heads, how.kv_heads, how.kv_heads], dim=2)
@@ -276,8 +297,10 @@ class TorchOps(Ops):
             visible &= positions > place[..., None] - how.window
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
         mixed = scores.to(_wide(qkv.dtype)).softmax(-1).to(qkv.dtype) @ v[:, :, None]
-        result: Tensor = mixed.permute(0, 3, 1, 2, 4).reshape(batch, n, -1)
-        return result
+        result: Tensor = mixed.permute(0, 3, 1, 2, 4).reshape(batch * n, -1)
+        if step.padding is not None:
+            result = result[step.padding.kept]
+        return result.view(*packed.shape[:-1], -1)
 
     def _fp8(self, x: Tensor, linear: Linear) -> Tensor:
         """Multiply E4M3 activations, with one static scale per tensor, by E4M3 weights. The product

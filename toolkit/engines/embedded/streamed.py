@@ -143,10 +143,10 @@ def _through(
     """The layer's output [1, tokens, width]. What the cache holds of the text before does not
     matter: a place is written before it is read.
     """
-    slot = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+    zero = torch.zeros(1, dtype=torch.int64, device=hidden.device)
     parts = []
     for start in range(0, hidden.shape[1], CHUNK_TOKENS):
-        step = Step(slot, slot + start, cos, sin)
+        step = Step(slots=zero, lengths=zero + start, starts=zero, cos=cos, sin=sin)
         part = hidden[:, start : start + CHUNK_TOKENS]
         parts.append(ops.feed_forward(ops.attend(part, layer, cache, step), layer))
     return torch.cat(parts, dim=1)

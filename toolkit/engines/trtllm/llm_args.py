@@ -28,6 +28,7 @@ from toolkit.words import KvCacheQuantAlgo
 
 __all__ = [
     "FILE",
+    "acceptance_gate",
     "faults",
     "llm_args",
     "read_llm_args",
@@ -121,6 +122,8 @@ def _speculative(
             hint = "remove speculation.max_concurrency, or take a newer engine.tensorrt_llm"
             raise UsageError(f"TensorRT-LLM {version.name} has no max_concurrency", hint=hint)
         config["max_concurrency"] = asked.max_concurrency
+    if asked.acceptance_window is not None and asked.min_acceptance_length is not None:
+        config |= acceptance_gate(asked.acceptance_window, asked.min_acceptance_length, version)
     needs_option = version.allow_advanced_sampling
     if asked.speculation == "eagle3":
         needs_option = version.head_sampling == "option"
@@ -180,6 +183,24 @@ def _overlaps(args: Mapping[str, Any], version: Version) -> bool:
         and "draft_len_schedule" not in config
         and args.get("attn_backend", "TRTLLM") == "TRTLLM"
     )
+
+
+def acceptance_gate(
+    window_requests: int, min_acceptance_length: float, version: Version
+) -> dict[str, Any]:
+    """The keys that stop drafting once the last `window_requests` requests had fewer tokens per
+    step than min_acceptance_length.
+
+    TensorRT-LLM compares accepted draft tokens per step, in whatever way the key is called: it
+    takes 1 off the decoded tokens per iteration (TRT
+    tensorrt_llm/_torch/speculative/speculation_gate.py, record_avg_decoded). Raises UsageError if
+    the version has no such keys.
+    """
+    window, threshold = version.acceptance_window, version.acceptance_threshold
+    if window is None or threshold is None:
+        hint = "remove speculation.adaptive, or take engine.tensorrt_llm 1.2.1"
+        raise UsageError(f"TensorRT-LLM {version.name} has no acceptance window", hint=hint)
+    return {window: window_requests, threshold: round(min_acceptance_length - 1.0, 6)}
 
 
 def schedule_of(

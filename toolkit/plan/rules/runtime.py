@@ -171,6 +171,57 @@ def _max_concurrency(subject: Subject) -> Findings:
         )
 
 
+def _adaptive(subject: Subject) -> Findings:
+    """TensorRT-LLM can only stop, once for all requests, and knows no costs."""
+    speculation, can = subject.config.speculation, subject.config.capabilities
+    section, path = speculation.adapts, "speculation.adaptive"
+    if section is None:
+        return
+    if can.adaptive is None:
+        yield refuse(path, _why_not_adaptive(subject), "remove it")
+    elif can.adaptive == "stop":
+        if section.min_acceptance_length is None:
+            what = (
+                "TensorRT-LLM measures no costs: it has to be told below how many tokens per step"
+                " drafting does not pay"
+            )
+            hint = "add min_acceptance_length, such as 1.3; `toolkit plan` predicts the costs"
+            yield refuse(path, what, hint)
+            return
+        what = (
+            "TensorRT-LLM does not choose lengths: drafting stops for good, for all requests, when"
+            f" the last {section.window_requests} requests had fewer than"
+            f" {section.min_acceptance_length:g} tokens per step"
+        )
+        yield RuleFinding("adjusted", path, what)
+        for key in ("window_tokens", "probe_every_tokens"):
+            if key in section.model_fields_set:
+                what = f"{key} is for lengths per request, and has no effect here"
+                yield RuleFinding("adjusted", f"{path}.{key}", what)
+
+
+def _why_not_adaptive(subject: Subject) -> str:
+    version, head = subject.version, subject.config.speculation.head
+    if version is None:
+        return "vLLM drafts as many tokens for every text: it has no switch by acceptance"
+    if version.acceptance_window is not None and head is not None:
+        return (
+            f"TensorRT-LLM {version.name} looks at the acceptance of a draft model, and would"
+            f" ignore it with an {HEAD_NAMES[head]} head"
+        )
+    return f"TensorRT-LLM {version.name} has no switch by acceptance"
+
+
+def _max_prompt_tokens(subject: Subject) -> Findings:
+    speculation = subject.config.speculation
+    if speculation.max_prompt_tokens is None or not speculation.is_enabled:
+        return
+    if not subject.config.capabilities.max_prompt_tokens:
+        kind = subject.config.engine.kind
+        what = f"kind {kind} drafts for every prompt: no request can be left out"
+        yield refuse("speculation.max_prompt_tokens", what, "remove it")
+
+
 def _loads_beyond_batch(subject: Subject) -> Findings:
     speculation, largest = subject.config.speculation, subject.config.engine.max_batch_size
     beyond = [load for load in speculation.draft_len_by_load if load > largest]
@@ -429,6 +480,8 @@ CHECKS: dict[str, Check] = {
     "mtp-layers": _mtp,
     "draft-len-schedule": _draft_len_schedule,
     "toolkit-engine-flow-load": _max_concurrency,
+    "adaptive-speculation": _adaptive,
+    "draft-for-every-prompt": _max_prompt_tokens,
     "toolkit-loads-beyond-batch": _loads_beyond_batch,
     "toolkit-ngram-size": _ngram_size,
     "toolkit-auto-draft-len": _auto_draft_len,

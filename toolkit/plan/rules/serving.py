@@ -1,4 +1,5 @@
 """Rules about the `triton` section: a key that the packaged repository cannot carry is refused.
+And about `validation.load`, which measures what is served: whether its time is enough.
 
 Those of the kind vllm are in `vllm.py`.
 """
@@ -61,8 +62,28 @@ def _host(subject: Subject) -> Findings:
         )
 
 
+def _load(subject: Subject) -> Findings:
+    limits = subject.config.validation.load
+    if limits is None or limits.rate == "auto":
+        return
+    from toolkit.bench.load import load_schedule, needed_requests, needed_seconds
+
+    arms = 2 if subject.config.speculation.is_enabled else 1
+    judged, needed = load_schedule(limits.rate, arms, limits).judged, needed_requests(limits)
+    if judged < needed:
+        seconds = needed_seconds(limits.rate, arms, limits)
+        yield RuleFinding(
+            "warning",
+            "validation.load.max_seconds",
+            f"at {limits.rate:g} requests/s {limits.max_seconds:g} s of sending give each arm"
+            f" {judged:,} answers, and p99 takes {needed:,}: its gates will be INCONCLUSIVE",
+            f"raise it to {seconds:,.0f}, or raise validation.load.rate",
+        )
+
+
 CHECKS: dict[str, Check] = {
     "toolkit-open-listener": _host,
+    "toolkit-load-too-short": _load,
     "toolkit-model-py": _model_py,
     "toolkit-draft-failure": _on_draft_failure,
 }

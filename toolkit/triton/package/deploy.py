@@ -112,6 +112,11 @@ class Deployment:
         return self.layout == "llmapi" and self.speculates
 
     @property
+    def has_our_metrics(self) -> bool:
+        """Whether our model files answer, which count what operators look at."""
+        return self.layout == "bls" or self.model_py == "ours"
+
+    @property
     def engine_count(self) -> int:
         """Engines that have their own ranks in the server."""
         return 2 if self.layout == "bls" and self.speculates else 1

@@ -149,6 +149,8 @@ def _readme(deployment: VllmDeployment, args: Mapping[str, Any], pair: str, fold
         files={file.name for file in folder.iterdir()},
         completion=json.dumps(completion).replace("'", "'\\''"),
         generate=json.dumps(generate),
+        metrics_port=HTTP_PORT,
+        speculates=deployment.speculates,
     )
 
 

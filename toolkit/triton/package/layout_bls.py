@@ -10,6 +10,7 @@ it does not have the toolkit.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,11 +97,16 @@ def settings_of(
     log_probs: LogProbSource,
     end_token: EndToken,
     vocab_size: int | None = None,
+    max_prompt_tokens: int | None = None,
+    adaptive: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Our parameters of the BLS model. For seeds and log_probs see `toolkit.triton.tensors.bls`.
-    end_token: whether the engines can return the token that ended a text.
+    end_token: whether the engines can return the token that ended a text. max_prompt_tokens: longer
+    prompts are decoded plainly. adaptive: how draft lengths are chosen; None: they are fixed.
     """
     return {
+        **({} if max_prompt_tokens is None else {"max_prompt_tokens": str(max_prompt_tokens)}),
+        **({} if adaptive is None else {"adaptive": json.dumps(dict(adaptive), sort_keys=True)}),
         "log_probs": log_probs,
         "end_token": end_token,
         **({} if vocab_size is None else {"vocab_size": str(vocab_size)}),

@@ -63,6 +63,8 @@ class Engines:
     draft_share: float = DRAFT_SHARE
     enable_block_reuse: bool = True
     acceptance: AcceptanceChoice = "auto"
+    max_prompt_tokens: int | None = None  # longer prompts are decoded plainly
+    adaptive: Mapping[str, Any] | None = None  # how draft lengths are chosen; None: they are fixed
     vocab_size: int | None = None  # logits may be padded beyond it
 
     @property
@@ -113,6 +115,8 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
             max_input_len=engines.max_input_len,
             max_seq_len=engines.max_seq_len,
             max_draft_len=engines.max_draft_len,
+            max_prompt_tokens=engines.max_prompt_tokens,
+            adaptive=engines.adaptive,
             acceptance=acceptance,
             seeds="call",
             log_probs=log_probs,

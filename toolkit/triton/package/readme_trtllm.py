@@ -55,7 +55,9 @@ def write_readme(
         outputs=tensor_rows(config.output),
         # --plain reaches launch.sh from docker-run.sh, and on several nodes it is called itself.
         starter="docker-run.sh" if (folder / "docker-run.sh").is_file() else "launch.sh",
-        metrics=METRICS if deployment.model_py == "ours" else (),
+        metrics=METRICS if deployment.has_our_metrics else (),
+        metrics_port=PORTS["metrics"],
+        speculates=deployment.speculates,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 

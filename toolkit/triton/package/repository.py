@@ -27,7 +27,9 @@ from toolkit.errors import StageError
 from toolkit.pipeline.files import store_error
 from toolkit.records.build import CompiledEngine
 from toolkit.templates import render_template
-from toolkit.triton.package import layout_bls, model_config
+from toolkit.triton.package import layout_bls, model_config, monitoring
+from toolkit.triton.package.deploy import PORTS
+from toolkit.triton.package.monitoring import Monitored
 from toolkit.triton.package.tensor_rows import tensor_rows
 from toolkit.triton.tensors.contract import (
     BLS_MODEL,
@@ -39,6 +41,8 @@ from toolkit.triton.tensors.contract import (
 )
 
 __all__ = ["bls_of", "link_tree", "model_settings", "write_client", "write_repository"]
+
+LEAST_DRAFT_TIMEOUT_S = 5.0
 
 MODEL_SOURCE = Path(__file__).parents[1] / "models" / "llmapi" / "model.py"
 ENGINE_SOURCE = Path(__file__).parents[1] / "models" / "engine" / "model.py"
@@ -84,6 +88,8 @@ def model_settings(
         "acceptance": speculation.acceptance,
         # Not in speculative_config, where TensorRT-LLM's versions give this key different meanings.
         "draft_len_schedule": [list(step) for step in speculation.draft_len_by_load.items()],
+        "max_prompt_tokens": speculation.max_prompt_tokens,
+        "adaptive": speculation.adaptive_settings,
         "default_max_tokens": triton.default_max_tokens,
         "max_queue_size": triton.max_queue_size,
         "request_timeout_s": triton.request_timeout_s,
@@ -110,14 +116,20 @@ def bls_of(
         "exclude_input_in_output": "false",
         "tokenizer_dir": "engine",
     }
-    our_parameters = {"request_timeout_s": str(triton.request_timeout_s)}
-    if threads is not None:
-        our_parameters["threads"] = str(threads)
-    engine = layout_bls.EngineModel("python", parameters, our_parameters)
+    our_parameters = {} if threads is None else {"threads": str(threads)}
+    # A request whose draft does not answer has to have time left to go on plainly.
+    timeout_s = triton.request_timeout_s
+    draft_timeout_s = min(timeout_s, max(LEAST_DRAFT_TIMEOUT_S, timeout_s / 4))
+    engine, draft_engine = (
+        layout_bls.EngineModel(
+            "python", parameters, {"request_timeout_s": str(limit_s), **our_parameters}
+        )
+        for limit_s in (timeout_s, draft_timeout_s)
+    )
     max_draft_len = 0 if draft is None else speculation.longest_draft
     return layout_bls.Bls(
         target=engine,
-        draft=None if draft is None else engine,
+        draft=None if draft is None else draft_engine,
         max_batch_size=target.max_batch_size,
         decoupled=triton.decoupled,
         end_ids=tuple(end_ids),
@@ -128,6 +140,8 @@ def bls_of(
             max_input_len=target.max_input_len,
             max_seq_len=target.max_seq_len,
             max_draft_len=max_draft_len,
+            max_prompt_tokens=speculation.max_prompt_tokens,
+            adaptive=speculation.adaptive_settings,
             acceptance=speculation.acceptance,
             seeds="request",
             log_probs="logits",
@@ -161,6 +175,8 @@ def write_repository(
             render_template(__file__, "launch_torch.sh.j2"), encoding="utf-8"
         )
         (folder / "launch.sh").chmod(0o755)
+        draft_len = speculation.longest_draft
+        monitoring.write(Monitored(monitoring.EMBEDDED_JOB, PORTS["metrics"], draft_len), folder)
         (folder / "README.md").write_text(
             _readme(target, draft, speculation, triton, folder), encoding="utf-8"
         )
@@ -272,4 +288,6 @@ def _readme(
         inputs=tensor_rows(config.input),
         outputs=tensor_rows(config.output),
         metrics=METRICS,
+        metrics_port=PORTS["metrics"],
+        speculates=speculation.is_enabled,
     )

@@ -17,13 +17,14 @@ from toolkit.errors import StageError
 from toolkit.facts.support import LOG_PROBS
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
-from toolkit.triton.package import deploy, layout_bls, model_config
+from toolkit.triton.package import deploy, layout_bls, model_config, monitoring
 from toolkit.triton.package.layout_trtllm import (
     PLAIN_YAML,
     Engines,
     bls_of_engines,
     plain_arguments,
 )
+from toolkit.triton.package.monitoring import Monitored
 from toolkit.triton.package.readme_trtllm import write_readme
 from toolkit.triton.package.repository import link_tree, write_client
 from toolkit.triton.tensors.contract import DRAFT_MODEL, MODEL
@@ -47,8 +48,12 @@ def package_bls(
     free_gpu_memory_fraction: float = 0.9,
     enable_block_reuse: bool = True,
     acceptance: AcceptanceChoice = "auto",
+    max_prompt_tokens: int | None = None,
+    adaptive: Mapping[str, Any] | None = None,
 ) -> TritonRepository:
-    """Package the engine flow. Raises StageError if a configuration reads back differently."""
+    """Package the engine flow. max_prompt_tokens, adaptive: as in `layout_bls.settings_of`. Raises
+    StageError if a configuration reads back differently.
+    """
     build = _tensorrt_llm_build(target)
     engines = Engines(
         version=build.version,
@@ -62,6 +67,8 @@ def package_bls(
         free_gpu_memory_fraction=free_gpu_memory_fraction,
         enable_block_reuse=enable_block_reuse,
         acceptance=acceptance,
+        max_prompt_tokens=max_prompt_tokens,
+        adaptive=adaptive,
         vocab_size=target.vocab_size,
     )
     bls = bls_of_engines(engines, triton, end_ids)
@@ -195,4 +202,13 @@ def _finish(
 ) -> None:
     write_client(folder)
     deploy.write(deployment, folder)
+    if deployment.has_our_metrics:
+        monitored = Monitored(
+            deployment.resource_name,
+            deploy.PORTS["metrics"],
+            max_draft_len,
+            counts_positions=deployment.layout == "bls",
+            counts_waits=deployment.layout == "bls",
+        )
+        monitoring.write(monitored, folder)
     write_readme(folder, deployment, target, draft, max_draft_len)

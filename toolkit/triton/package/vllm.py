@@ -23,9 +23,10 @@ from typing import Any
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import StageError
 from toolkit.records.build import CompiledEngine, TritonRepository
-from toolkit.triton.package import deploy_vllm, model_config
+from toolkit.triton.package import deploy_vllm, model_config, monitoring
 from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import ENGINES, MODEL_JSON, SPECULATION
+from toolkit.triton.package.monitoring import Monitored
 from toolkit.triton.package.repository import link_tree
 from toolkit.triton.tensors.contract import VLLM_MODEL
 
@@ -59,6 +60,10 @@ def package_vllm(
     _write_json(args, out_dir / MODEL_JSON)
     for engine in [target, draft] if draft is not None else [target]:
         link_tree(engine.path, version / "engines" / engine.role)
+    monitored = Monitored(
+        deployment.resource_name, deploy_vllm.HTTP_PORT, max_draft_len, is_vllm=True
+    )
+    monitoring.write(monitored, out_dir)
     deploy_vllm.write(deployment, args, _pair(target, draft, max_draft_len), out_dir)
     return TritonRepository(out_dir, "vllm", VLLM_MODEL, True, max_draft_len)
 

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import json
 import queue
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from toolkit.interfaces import RequestStats
 from toolkit.triton.tensors.contract import METRICS
 from toolkit.words import RequestOutcome
 
-__all__ = ["ERROR_CODES", "Metrics", "folder_of", "parameters_of", "traceback_of"]
+__all__ = ["ERROR_CODES", "Gap", "Metrics", "folder_of", "parameters_of", "traceback_of"]
+
+Gap: TypeAlias = tuple[int, int]  # (ns between two chunks, tokens of the later one)
+NS_PER_S = 1e9
 
 # Outcome -> name of its code in pb_utils.TritonError. Names, because Triton fills that class only
 # after a model has been imported.
@@ -27,6 +33,8 @@ ERROR_CODES = {
     "cancelled": "CANCELLED",
     "error": "INTERNAL",
 }
+# Metrics that have a label of their own, which appears with its first value.
+LABELS = {"toolkit_requests": "outcome", "toolkit_draft_len_steps": "reason"}
 
 
 def folder_of(arguments: Mapping[str, str]) -> Path:
@@ -43,11 +51,41 @@ def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value and not value.startswith("${")}
 
 
+class Batch:
+    """Samples of a histogram that were not sent yet.
+
+    `Metric.observe` takes one sample a message, and a stream has one per token or step. Counters of
+    the same form (Prometheus' `_bucket{le}`, `_sum` and `_count`) take a message per bucket,
+    however many samples there are.
+    """
+
+    def __init__(self, limits: Sequence[float]) -> None:
+        self._limits = tuple(limits)
+        self._counts = [0] * (len(self._limits) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._limits, value)] += times
+        self._sum += value * times
+
+    def take(self) -> tuple[dict[str, int], float, int]:
+        """(new samples by `le`, each with those of smaller limits; their sum; their number), once.
+
+        Limits without new samples at or below them are left out.
+        """
+        labels = [*(f"{limit:g}" for limit in self._limits), "+Inf"]
+        cumulative = list(accumulate(self._counts))
+        new = {le: count for le, count in zip(labels, cumulative, strict=True) if count}
+        total = self._sum
+        self._counts, self._sum = [0] * len(labels), 0.0
+        return new, total, cumulative[-1]
+
+
 class Metrics:
     """Triton's custom metrics. Each change is a message to the server process (about 16
     microseconds), so changes are collected and sent from one place.
 
-    untold: counters of what the runtime may not tell. They appear with their first value: 0 would
+    untold: metrics of what the runtime may not tell. They appear with their first value: 0 would
     say that there was nothing to count.
     """
 
@@ -58,35 +96,55 @@ class Metrics:
             "histogram": pb_utils.MetricFamily.HISTOGRAM,  # python_backend pull 374, of 2024
         }
         self._model = model
-        self._families = {
-            spec.name: pb_utils.MetricFamily(
-                name=spec.name, description=spec.meaning, kind=kinds[spec.kind]
-            )
-            for spec in METRICS
-        }
+        self._families: dict[str, Any] = {}
+        for spec in METRICS:
+            names = spec.samples if spec.is_batched else (spec.name,)
+            kind = kinds["counter" if spec.is_batched else spec.kind]
+            for name in names:
+                self._families[name] = pb_utils.MetricFamily(
+                    name=name, description=spec.meaning, kind=kind
+                )
         self._metrics: dict[tuple[str, str | None], Any] = {}
         self._gauges: dict[str, int] = {}
-        self._buckets = {spec.name: spec.buckets for spec in METRICS if spec.buckets}
+        self._buckets = {
+            spec.name: spec.buckets for spec in METRICS if spec.buckets and not spec.is_batched
+        }
+        self._batches = {spec.name: Batch(spec.buckets) for spec in METRICS if spec.is_batched}
         self._notes: queue.SimpleQueue[
-            tuple[RequestOutcome, RequestStats | None, Sequence[int]]
+            tuple[RequestOutcome, RequestStats | None, Sequence[Gap]]
         ] = queue.SimpleQueue()
         for spec in METRICS:
-            if spec.name != "toolkit_requests" and spec.name not in untold:
+            if spec.name in LABELS or spec.name in untold:
+                continue
+            if not spec.is_batched:
                 self._metric(spec.name)
+                continue
+            for limit in (*(f"{limit:g}" for limit in spec.buckets), "+Inf"):
+                self._metric(f"{spec.name}_bucket", limit)
+            self._metric(f"{spec.name}_sum")
+            self._metric(f"{spec.name}_count")
 
     def note(
         self,
         outcome: RequestOutcome,
         stats: RequestStats | None = None,
-        gaps_ns: Sequence[int] = (),
+        gaps: Sequence[Gap] = (),
     ) -> None:
         """Remember a finished request until `publish`. May be called from any thread."""
-        self._notes.put((outcome, stats, gaps_ns))
+        self._notes.put((outcome, stats, gaps))
 
     def publish(self, active: int, queued: int) -> None:
-        """Bring Triton's values up to date. Call it from one thread only."""
+        """Bring Triton's values up to date. Call it from one thread only. A counter that several
+        finished requests add to is told their sum.
+        """
+        sums: Counter[tuple[str, str | None]] = Counter()
         while not self._notes.empty():
-            self.finished(*self._notes.get())
+            outcome, stats, gaps = self._notes.get()
+            self._note_samples(stats, gaps)
+            sums += _counts(outcome, stats)
+        for (name, outcome_label), value in sums.items():
+            self._metric(name, outcome_label).increment(value)
+        self._send_batches()
         for name, value in (
             ("toolkit_active_requests", active),
             ("toolkit_queued_requests", queued),
@@ -99,21 +157,29 @@ class Metrics:
         self,
         outcome: RequestOutcome,
         stats: RequestStats | None = None,
-        gaps_ns: Sequence[int] = (),
+        gaps: Sequence[Gap] = (),
     ) -> None:
-        """Count a finished request now. Call it from one thread only. gaps_ns: between the chunks
-        that were sent.
+        """Count a finished request now. Call it from one thread only. gaps: between the chunks that
+        were sent.
         """
-        self._metric("toolkit_requests", outcome).increment(1)
-        for gap_ns in gaps_ns:
-            self._observe("toolkit_icl_seconds", gap_ns)
+        self._note_samples(stats, gaps)
+        for (name, label), value in _counts(outcome, stats).items():
+            self._metric(name, label).increment(value)
+        self._send_batches()
+
+    def _note_samples(self, stats: RequestStats | None, gaps: Sequence[Gap]) -> None:
+        """Add what a finished request gives to histograms."""
+        for gap_ns, tokens in gaps:
+            self._batches["toolkit_icl_seconds"].add(gap_ns / NS_PER_S)
+            if tokens:
+                self._batches["toolkit_itl_seconds"].add(gap_ns / tokens / NS_PER_S, tokens)
         if stats is None:
             return
-        self.add("toolkit_draft_tokens", stats.drafted)
-        self.add("toolkit_accepted_draft_tokens", stats.accepted)
-        self.add("toolkit_verify_steps", stats.verify_steps)
-        self.add("toolkit_output_tokens", stats.output_tokens)
+        for tokens, steps in steps_by_tokens(stats):
+            self._batches["toolkit_tokens_per_step"].add(tokens, steps)
         first_ns, last_ns = stats.first_token_ns, stats.last_token_ns
+        if stats.first_scheduled_ns is not None:
+            self._observe("toolkit_queue_seconds", stats.first_scheduled_ns - stats.arrival_ns)
         if first_ns is not None:
             self._observe("toolkit_ttft_seconds", first_ns - stats.arrival_ns)
         if first_ns is not None and last_ns is not None and stats.output_tokens > 1:
@@ -124,17 +190,62 @@ class Metrics:
         if value:
             self._metric(name).increment(value)
 
-    def _observe(self, name: str, duration_ns: float) -> None:
-        self._metric(name).observe(duration_ns / 1e9)
+    def _send_batches(self) -> None:
+        for name, batch in self._batches.items():
+            by_limit, total, count = batch.take()
+            if not count:
+                continue
+            # The largest limit first, so that in a page that is read meanwhile no bucket holds more
+            # than the next larger one.
+            for limit, new in reversed(by_limit.items()):
+                self._metric(f"{name}_bucket", limit).increment(new)
+            self._metric(f"{name}_sum").increment(total)
+            self._metric(f"{name}_count").increment(count)
 
-    def _metric(self, name: str, outcome: RequestOutcome | None = None) -> Any:
-        if (name, outcome) not in self._metrics:
+    def _observe(self, name: str, duration_ns: float) -> None:
+        self._metric(name).observe(duration_ns / NS_PER_S)
+
+    def _metric(self, name: str, part: str | None = None) -> Any:
+        """The metric with this model's label. part: the value of its own label, or the limit of a
+        bucket.
+        """
+        if (name, part) not in self._metrics:
             labels = {"model": self._model}
-            if outcome is not None:
-                labels["outcome"] = outcome
+            if part is not None:
+                labels[LABELS.get(name, "le")] = part
             limits = {"buckets": list(self._buckets[name])} if name in self._buckets else {}
-            self._metrics[name, outcome] = self._families[name].Metric(labels=labels, **limits)
-        return self._metrics[name, outcome]
+            self._metrics[name, part] = self._families[name].Metric(labels=labels, **limits)
+        return self._metrics[name, part]
+
+
+def steps_by_tokens(stats: RequestStats) -> list[tuple[int, int]]:
+    """(output tokens of a verify step, number of such steps) of one request; empty if its accepted
+    tokens are not known by position.
+    """
+    if stats.accepted and not stats.accepted_by_position:
+        return []
+    # at_least[i]: the steps that accepted i tokens or more
+    at_least = (stats.verify_steps, *stats.accepted_by_position, 0)
+    return [
+        (accepted + 1, more - fewer)
+        for accepted, (more, fewer) in enumerate(pairwise(at_least))
+        if more > fewer
+    ]
+
+
+def _counts(outcome: RequestOutcome, stats: RequestStats | None) -> Counter[tuple[str, str | None]]:
+    """(counter, its label) -> what a finished request adds to it; never 0."""
+    counts: Counter[tuple[str, str | None]] = Counter({("toolkit_requests", outcome): 1})
+    if stats is not None:
+        counts["toolkit_draft_tokens", None] = stats.drafted
+        counts["toolkit_accepted_draft_tokens", None] = stats.accepted
+        counts["toolkit_verify_steps", None] = stats.verify_steps
+        counts["toolkit_output_tokens", None] = stats.output_tokens
+        counts["toolkit_draft_len_changes", None] = stats.draft_len_changes
+        counts["toolkit_draft_probes", None] = stats.draft_probes
+        for reason, steps in stats.steps_by_reason.items():
+            counts["toolkit_draft_len_steps", reason] = steps
+    return +counts
 
 
 def traceback_of(error: BaseException) -> str:

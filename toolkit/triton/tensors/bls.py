@@ -37,12 +37,20 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
 from toolkit.triton.tensors.requests import Answer, Limits, Request, RequestFormat, parse
 from toolkit.triton.tensors.word_lists import pack
-from toolkit.words import AcceptanceChoice, LogProbSource, Role, RuntimeRule, SeedScope
+from toolkit.words import (
+    AcceptanceChoice,
+    DraftLenReason,
+    LogProbSource,
+    Role,
+    RuntimeRule,
+    SeedScope,
+)
 
 __all__ = [
     "BlsAnswer",
     "BlsRequest",
     "Prepared",
+    "choose_draft_len",
     "engine_inputs",
     "parse_bls",
     "preprocessing_inputs",
@@ -211,6 +219,32 @@ def _rule(
     if acceptance != "auto":
         return acceptance
     return "rejection" if request.sampling.seed is None else "coupled"
+
+
+def choose_draft_len(
+    request: BlsRequest,
+    prompt_tokens: int,
+    *,
+    max_prompt_tokens: int | None,
+    adapts: bool,
+    seeds: SeedScope,
+) -> tuple[int, DraftLenReason]:
+    """The longest draft of a request, and why; "pays" if the length is chosen while it runs.
+
+    max_prompt_tokens: longer prompts are decoded plainly, unless the request states its own length.
+    seeds: as in `engine_inputs`.
+    """
+    if request.request.draft_len is not None:
+        return request.draft_len, "request"
+    if max_prompt_tokens is not None and prompt_tokens > max_prompt_tokens:
+        return 0, "prompt length"
+    if not adapts or request.rule == "verify_only" or request.draft_len == 0:
+        return request.draft_len, "fixed"
+    # A seed promises the same text again. These texts depend on where rounds begin and end.
+    depends = request.rule == "rejection" or seeds == "call"
+    if depends and request.request.sampling.seed is not None and request.rule != "greedy":
+        return request.draft_len, "seed"
+    return request.draft_len, "pays"
 
 
 def _with_answer_names(request: Request) -> Request:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from toolkit.words import RequestOutcome
+from toolkit.words import DRAFT_LEN_REASONS, RequestOutcome
 
 __all__ = [
     "BLS_INPUTS",
@@ -55,7 +55,7 @@ __all__ = [
 # The version of the packaged files and of what they use of the toolkit. It is written into the
 # repository, so a repository of another version is recognised when it is loaded. Raise it when
 # either changes; it is also the package stage's version.
-PACKAGE_VERSION = 6
+PACKAGE_VERSION = 8
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 # The models of the other layout, `bls`: clients call BLS_MODEL, which calls the others. There MODEL
@@ -87,16 +87,27 @@ class TensorSpec:
 
 
 MetricKind: TypeAlias = Literal["counter", "gauge", "histogram"]
+HISTOGRAM_PARTS = ("bucket", "sum", "count")
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """buckets: of a histogram, the upper limits in seconds."""
+    """buckets: of a histogram, the upper limits. is_batched: a histogram of more samples than
+    requests, which is published as the counters that a histogram consists of.
+    """
 
     name: str
     kind: MetricKind
     meaning: str
     buckets: tuple[float, ...] = ()
+    is_batched: bool = False
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The names on the metrics page."""
+        if self.kind != "histogram":
+            return (self.name,)
+        return tuple(f"{self.name}_{part}" for part in HISTOGRAM_PARTS)
 
 
 ONE_VALUE, ANY_LENGTH = (1,), (-1,)
@@ -306,6 +317,34 @@ OUTPUTS: tuple[TensorSpec, ...] = (
         ours=True,
     ),
     TensorSpec(
+        "draft_len_reasons",
+        "TYPE_STRING",
+        ANY_LENGTH,
+        "why the steps had the draft length that they had: " + ", ".join(DRAFT_LEN_REASONS),
+        ours=True,
+    ),
+    TensorSpec(
+        "draft_len_reason_steps",
+        "TYPE_INT32",
+        ANY_LENGTH,
+        "for each of draft_len_reasons, the number of its steps",
+        ours=True,
+    ),
+    TensorSpec(
+        "draft_len_changes",
+        "TYPE_INT32",
+        ONE_VALUE,
+        "how often the draft length that is chosen for the request changed",
+        ours=True,
+    ),
+    TensorSpec(
+        "draft_probes",
+        "TYPE_INT32",
+        ONE_VALUE,
+        "how often it was asked whether drafts would pay again",
+        ours=True,
+    ),
+    TensorSpec(
         "draft_time_ns",
         "TYPE_INT64",
         ONE_VALUE,
@@ -398,6 +437,10 @@ BLS_OUTPUTS: tuple[TensorSpec, ...] = (
             "verify_steps",
             "drafted_by_position",
             "accepted_by_position",
+            "draft_len_reasons",
+            "draft_len_reason_steps",
+            "draft_len_changes",
+            "draft_probes",
             "draft_time_ns",
             "verify_time_ns",
             "host_time_ns",
@@ -423,6 +466,8 @@ NEXT_TOKEN_BUCKETS = (
     0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5
 )  # fmt: skip
 
+TOKENS_PER_STEP_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 13.0, 17.0)
+
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("toolkit_draft_tokens", "counter", "Draft tokens proposed by finished requests"),
     MetricSpec(
@@ -430,6 +475,20 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         "toolkit_verify_steps", "counter", "Target forwards after prefill of finished requests"
+    ),
+    MetricSpec(
+        "toolkit_draft_len_steps",
+        "counter",
+        "Verify steps of finished requests by the reason of their draft length: "
+        + ", ".join(DRAFT_LEN_REASONS),
+    ),
+    MetricSpec(
+        "toolkit_draft_len_changes", "counter", "Changes of draft length within finished requests"
+    ),
+    MetricSpec(
+        "toolkit_draft_probes",
+        "counter",
+        "Questions whether drafts would pay again, of finished requests",
     ),
     MetricSpec("toolkit_output_tokens", "counter", "Output tokens of finished requests"),
     MetricSpec("toolkit_requests", "counter", "Requests by outcome: " + ", ".join(OUTCOMES)),
@@ -448,9 +507,31 @@ METRICS: tuple[MetricSpec, ...] = (
         NEXT_TOKEN_BUCKETS,
     ),
     MetricSpec(
+        "toolkit_itl_seconds",
+        "histogram",
+        "Gaps between the chunks of finished streams, shared by the tokens of the later chunk; each"
+        " token counted",
+        NEXT_TOKEN_BUCKETS,
+        is_batched=True,
+    ),
+    MetricSpec(
         "toolkit_icl_seconds",
         "histogram",
         "Gaps between the chunks of finished streams",
         NEXT_TOKEN_BUCKETS,
+        is_batched=True,
+    ),
+    MetricSpec(
+        "toolkit_queue_seconds",
+        "histogram",
+        "From arrival until the prompt was begun, of finished requests",
+        FIRST_TOKEN_BUCKETS,
+    ),
+    MetricSpec(
+        "toolkit_tokens_per_step",
+        "histogram",
+        "Output tokens of each verify step of finished requests: accepted ones and one more",
+        TOKENS_PER_STEP_BUCKETS,
+        is_batched=True,
     ),
 )

@@ -8,9 +8,10 @@ silently dropped or clamped.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +22,16 @@ from toolkit.triton.tensors.engine_sampling import read_sampling
 from toolkit.triton.tensors.size_limits import check_prompt_bytes, check_words
 from toolkit.words import RequestAcceptance
 
-__all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "check_is_only", "parse"]
+__all__ = [
+    "LLMAPI",
+    "Answer",
+    "Limits",
+    "Request",
+    "RequestFormat",
+    "check_is_only",
+    "joined",
+    "parse",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +190,11 @@ def check_is_only(count: int, request_id: str) -> None:
 
 
 def _unknown_input(name: str, request_format: RequestFormat) -> RequestError:
+    if name == "num_draft_tokens":
+        return RequestError(
+            "num_draft_tokens: this engine fixes the draft length when it starts, for all requests",
+            hint="Leave it out; for plain decoding, serve with speculation.kind: none.",
+        )
     likely = difflib.get_close_matches(name, request_format.inputs, n=1)
     if request_format.tensor_name(name) in request_format.inputs:
         likely = [request_format.tensor_name(name)]
@@ -303,6 +318,25 @@ def _acceptance(value: Any) -> RequestAcceptance | None:
     return None if rule == "auto" else cast(RequestAcceptance, rule)
 
 
+def joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
+    """The events of one request in their order, as one event with the reasons and figures of the
+    last. An event that ends the request without text stays by itself: its response is an error, and
+    has no room for the text before it.
+    """
+    *before, last = events
+    if before and last.finish_reason not in (None, "stop", "length"):
+        return [*joined(before), last]
+    if not before:
+        return [last]
+    return [
+        dataclasses.replace(
+            last,
+            token_ids=tuple(token for event in events for token in event.token_ids),
+            text="".join(event.text for event in events),
+        )
+    ]
+
+
 class Answer:
     """Turns the events of one request into the tensors of its responses. Not thread-safe: one
     thread answers a request.
@@ -318,7 +352,8 @@ class Answer:
         self._due_ns = 0  # when the next chunk may be sent; the first may be sent at once
         self._tokens = 0  # output tokens of the request so far
         self._sent_ns: int | None = None
-        self.gaps_ns: list[int] = []  # between the chunks that were sent
+        # Between the chunks that were sent: ns, and the tokens of the later chunk.
+        self.gaps: list[tuple[int, int]] = []
         # Text and ids that have not been sent.
         self._text: list[str] = [request.prompt] if request.include_prompt else []
         self._ids: list[int] = []
@@ -337,10 +372,10 @@ class Answer:
             response["num_output_tokens"] = [self._tokens]
         if event.finish_reason is not None or self._request.repeats_figures:
             response.update(self._figures(event))
+        if self._sent_ns is not None:
+            self.gaps.append((now_ns - self._sent_ns, len(self._ids)))
         self._text, self._ids = [], []
         self._due_ns = now_ns + self._interval_ns
-        if self._sent_ns is not None:
-            self.gaps_ns.append(now_ns - self._sent_ns)
         self._sent_ns = now_ns
         return response
 
@@ -396,6 +431,10 @@ def _speculation(stats: RequestStats) -> dict[str, list[Any]]:
         "verify_steps": [stats.verify_steps],
         "drafted_by_position": list(stats.drafted_by_position),
         "accepted_by_position": list(stats.accepted_by_position),
+        "draft_len_reasons": list(stats.steps_by_reason),
+        "draft_len_reason_steps": list(stats.steps_by_reason.values()),
+        "draft_len_changes": [stats.draft_len_changes],
+        "draft_probes": [stats.draft_probes],
         "draft_time_ns": [stats.draft_ns],
         "verify_time_ns": [stats.verify_ns],
         "host_time_ns": [stats.host_ns],

@@ -134,7 +134,8 @@ class Responses:
         self._sent_ns: int | None = None  # when the last chunk was sent
         self._first_token_ns: int | None = None
         self._last_token_ns: int | None = None
-        self.gaps_ns: list[int] = []  # between the chunks that were sent
+        # Between the chunks that were sent: ns, and the tokens of the later chunk.
+        self.gaps: list[tuple[int, int]] = []
 
     def of(self, output: Any, now_ns: int, *, final: bool) -> dict[str, list[Any]] | None:
         """Name -> values of the response after this output; None if there is nothing to send."""
@@ -149,9 +150,9 @@ class Responses:
             response["output_ids"] = ids[self._sent_tokens :]
         if self._wants("return_num_output_tokens"):
             response["num_output_tokens"] = [len(ids)]
-        self._sent_chars, self._sent_tokens = len(text), len(ids)
         if self._sent_ns is not None:
-            self.gaps_ns.append(now_ns - self._sent_ns)
+            self.gaps.append((now_ns - self._sent_ns, len(ids) - self._sent_tokens))
+        self._sent_chars, self._sent_tokens = len(text), len(ids)
         self._sent_ns = now_ns
         if final:
             response.update(self._ending(output, completion, len(ids)))

@@ -84,6 +84,8 @@ def spec_parts(spec: EngineSpec) -> dict[str, Any]:
     layers that a head reads, which its digest stands for.
     """
     parts = dataclasses.asdict(spec)
+    if spec.prefill_chunk_len is None:
+        del parts["prefill_chunk_len"]
     for name in ("tensorrt_llm", "vllm"):
         settings = parts.pop(name)
         if settings is not None:

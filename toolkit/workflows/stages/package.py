@@ -131,6 +131,8 @@ def _trtllm_stage(
             free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
             enable_block_reuse=engine.enable_block_reuse,
             acceptance=config.speculation.acceptance,
+            max_prompt_tokens=config.speculation.max_prompt_tokens,
+            adaptive=config.speculation.adaptive_settings,
             **repository_options(finished),
         )
 

@@ -51,7 +51,7 @@ def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
             config.target.checkpoint, draft, memo, tp_size=tp_size, head=head, reader=reader
         )
 
-    return Stage("pair", 2, PairProof, (), parts, run)
+    return Stage("pair", 3, PairProof, (), parts, run)
 
 
 def _head_parts(head: Head | None, reader: HeadReader) -> dict[str, Any]:

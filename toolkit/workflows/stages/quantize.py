@@ -11,6 +11,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
 from toolkit.pipeline.stage import Finished, Stage, resume_folder
+from toolkit.pipeline.texts import template_part
 from toolkit.records.build import QuantizedCheckpoint
 from toolkit.words import Head, Role
 from toolkit.workflows.deployment import check_prompt_lengths
@@ -50,6 +51,9 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
         if calibration is not None:
             inputs["dataset"] = digest_file(calibration.dataset, memo)
             inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
+            inputs |= template_part(
+                config.target.checkpoint, calibration.dataset, calibration.heldout
+            )
             settings["calibration"] = calibration.model_dump(exclude={"dataset", "heldout"})
         return {
             "config": settings,
@@ -71,6 +75,7 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
             trtllm=trtllm,
             vllm=vllm,
             with_code=model.trust_remote_code,
+            chat=config.target.checkpoint,
             resume=resume_folder(out_dir),
         )
 

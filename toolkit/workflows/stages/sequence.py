@@ -361,9 +361,10 @@ def _check_inputs(config: DeploymentConfig) -> None:
     from toolkit.bench.prompts import read_prompts
     from toolkit.quantize.calibrate import split_texts
 
-    read_prompts(config.validation.prompts, config.validation.max_prompts)
+    chat = config.target.checkpoint
+    read_prompts(config.validation.prompts, config.validation.max_prompts, chat)
     if config.calibration is not None:
-        split_texts(config.calibration)
+        split_texts(config.calibration, chat)
 
 
 def methods_of_yaml(

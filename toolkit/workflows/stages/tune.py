@@ -22,6 +22,7 @@ from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Done, Finished, Stage, resume_folder
+from toolkit.pipeline.texts import template_part
 from toolkit.records.advice import Advice, Grid
 from toolkit.records.build import QuantizedCheckpoint
 from toolkit.records.codec import from_json, to_json
@@ -118,6 +119,7 @@ def tune_stage(
             "target": target_of(finished).entry.digest,
             "drafts": drafts,
             "prompts": digest_file(validation.prompts, memo),
+            **template_part(config.target.checkpoint, *_text_files(config, heldout=streamed)),
             "toolkit_sources": digest_sources([__name__]),
         }
         if checkpoints is not None:
@@ -127,7 +129,8 @@ def tune_stage(
         if served is not None:
             inputs["served"] = served.parts(finished)
         if streamed:
-            inputs["texts"] = _heldout_digests(config, memo)
+            _, *heldout = _text_files(config, heldout=True)
+            inputs["texts"] = [digest_file(file, memo) for file in heldout]
         return {
             "config": {
                 **({"streamed": _limits(engine)} if streamed else {}),
@@ -175,11 +178,12 @@ def _limits(engine: TorchEngineConfig) -> dict[str, Any]:
     return engine.model_dump(include={"max_input_len", "max_seq_len", "dtype", "device"})
 
 
-def _heldout_digests(config: DeploymentConfig, memo: DigestMemo) -> list[str]:
-    """The digests of the files that held-out texts come from."""
-    calibration = config.calibration
-    files = [] if calibration is None else [calibration.dataset, calibration.heldout]
-    return [digest_file(file, memo) for file in files if file is not None]
+def _text_files(config: DeploymentConfig, *, heldout: bool) -> list[Path]:
+    """The prompts, and the files that held-out texts come from."""
+    files, calibration = [config.validation.prompts], config.calibration
+    if heldout and calibration is not None:
+        files += [file for file in (calibration.dataset, calibration.heldout) if file is not None]
+    return files
 
 
 def _advise(
@@ -303,15 +307,14 @@ def _prompts(
     config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     """(domain, text, token ids) of each prompt that fits the engine."""
-    from toolkit.pipeline.texts import read_labels, read_texts
+    from toolkit.pipeline.rows import read_rows
+    from toolkit.pipeline.texts import PROMPT_KEYS, Writer
 
-    validation = config.validation
-    texts = read_texts(validation.prompts, "prompt", "text", limit=validation.max_prompts)
-    labels = read_labels(validation.prompts, "domain", "all", limit=validation.max_prompts)
+    validation, write = config.validation, Writer(config.target.checkpoint).text
+    rows = read_rows(validation.prompts, *PROMPT_KEYS, limit=validation.max_prompts)
     room = min(engine.max_input_len, engine.max_seq_len - validation.max_tokens)
-    encoded = [
-        (label, text, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)
-    ]
+    texts = [(row.domain, write(row)) for row in rows]
+    encoded = [(domain, text, tuple(codec.encode(text))) for domain, text in texts]
     return [prompt for prompt in encoded if 0 < len(prompt[2]) <= room]
 
 
@@ -362,6 +365,7 @@ def grid_stage(
                 "engines": digests(engines),
                 **({} if checkpoints is None else {"checkpoints": digests(checkpoints)}),
                 "prompts": digest_file(validation.prompts, memo),
+                **template_part(config.target.checkpoint, *_text_files(config, heldout=streamed)),
                 "heldout": digest_value(list(heldout)),
                 "toolkit_sources": digest_sources([__name__]),
             },

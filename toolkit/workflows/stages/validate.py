@@ -11,20 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import DeploymentConfig, ValidationConfig
+from toolkit.config.schema import DeploymentConfig, LoadGates, ValidationConfig
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine, program
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
+from toolkit.pipeline.texts import template_part
 from toolkit.records.bench import BenchRun
 from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.codec import to_json
+from toolkit.records.load import LoadRun
 from toolkit.records.plan import StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.words import Role
 from toolkit.workflows.deployment import check_prompt_lengths, with_advice
 from toolkit.workflows.folders import Workplace
+from toolkit.workflows.raw_texts import raw_text_findings
 from toolkit.workflows.serve import Servers, plain_served, serve
 from toolkit.workflows.serve_vllm import VllmServers
 from toolkit.workflows.stages.keys import versions
@@ -98,6 +101,8 @@ def validate_stage(
                 "quality": digest_value(to_json(quality_of(finished))),
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
+                **template_part(config.target.checkpoint, config.validation.prompts),
+                **_raw_text_digest(config),
                 **_advice_digest(config, finished),
                 "toolkit_sources": digest_sources([__name__]),
             },
@@ -118,7 +123,7 @@ def validate_stage(
             quality_of(finished),
             _published_engines(config, workplace, finished),
             _environment(config),
-            findings=finished["pair"].record.findings,
+            findings=(*finished["pair"].record.findings, *raw_text_findings(config)),
             stages=_costs(finished),
             replaced=replaced,
         )
@@ -133,12 +138,38 @@ def validate_stage(
             advice=finished["tune"].record if config.speculation.is_measured else None,
         )
         write_report(report, out_dir)
+        _write_rules(config, with_advice(config, finished), report, out_dir)
         return report
 
     def is_decided(report: ValidationReport) -> bool:
         return report.verdict != "INCONCLUSIVE"
 
     return Stage("validate", stage.VERSION, ValidationReport, needs, parts, run, is_decided)
+
+
+def _raw_text_digest(config: DeploymentConfig) -> dict[str, str]:
+    """The digest of what the report says about raw text; empty if it says nothing."""
+    findings = raw_text_findings(config)
+    return {"raw_text": digest_value(to_json(findings))} if findings else {}
+
+
+def _write_rules(
+    config: DeploymentConfig,
+    deployed: DeploymentConfig,
+    report: ValidationReport,
+    out_dir: Path,
+) -> None:
+    """Write the alerts beside the report, with what the build has measured and the YAML states, for
+    kinds whose server counts what they look at. A rehearsal measures nothing to compare with.
+    """
+    if report.replaced:
+        return
+    from toolkit.triton.package.monitoring import write_rules
+    from toolkit.workflows.monitored import expected_of, monitored_of
+
+    monitored = monitored_of(deployed)
+    if monitored is not None:
+        write_rules(monitored, expected_of(report, config.validation), out_dir)
 
 
 def _advice_digest(config: DeploymentConfig, finished: Finished) -> dict[str, str]:
@@ -193,11 +224,13 @@ def _serve_and_judge(
                 rule=capabilities.acceptance[0] if rule == "auto" else rule,
                 counters=servers.counters if capabilities.counted != "nothing" else None,
                 sweep=partial(_sweep, config, servers, progress, against_plain),
+                load=partial(_load, config, servers, progress, against_plain),
                 has_second_server=plain == "beside",
             ),
             _gates_of(config, speculates=deployed.speculation.is_enabled),
             references,
             origin,
+            chat=config.target.checkpoint,
             keep_replay=lambda replay: write_replay(
                 out_dir / "replay", replace(replay, deployment=stated)
             ),
@@ -240,9 +273,43 @@ def _sweep(
         requests=min(validation.max_prompts, SWEEP_REQUESTS),
         max_tokens=validation.max_tokens,
         seed=validation.seed,
+        chat=config.target.checkpoint,
         metrics_url=None if plain is not None else served.metrics_url,
         alone=servers.alone,
         progress=progress,
+    )
+
+
+def _load(
+    config: DeploymentConfig,
+    servers: Servers | VllmServers,
+    progress: Progress,
+    against_plain: bool,
+    limits: LoadGates,
+    start_rate: float,
+) -> tuple[LoadRun, BenchRun | None]:
+    """Measure the running server in an open loop. start_rate: where a search for the rate
+    begins.
+    """
+    from toolkit.bench.load import run_load
+    from toolkit.bench.run import BenchOptions, bench
+
+    validation, served, plain = config.validation, servers.address, servers.plain_address
+    options = BenchOptions(
+        prompts=validation.prompts,
+        max_prompts=validation.max_prompts,
+        protocol=served.protocol,
+        model=served.model,
+        baseline=None if plain is None else plain.url,
+        against_plain=against_plain and plain is None,
+        max_tokens=validation.max_tokens,
+        metrics_url=None if plain is not None else served.metrics_url,
+        seed=validation.seed,
+        chat=config.target.checkpoint,
+        alone=servers.alone,
+    )
+    return run_load(
+        partial(bench, served.url, progress=progress), options, limits, start_rate=start_rate
     )
 
 

@@ -31,14 +31,17 @@ import json
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, TokenEvent
-from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
+from toolkit.speculative.adaptive import AdaptiveSettings, Controller
+from toolkit.speculative.bls_loop import Adaptive, DraftFailed, Drafts, Part, Rounds, Settings
+from toolkit.speculative.call_costs import CallCosts
 from toolkit.speculative.limits import check_prompt_length, check_total_length
 from toolkit.speculative.text import TextStream
-from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, parameters_of, traceback_of
+from toolkit.triton.tensors.backend import ERROR_CODES, Gap, Metrics, parameters_of, traceback_of
 from toolkit.triton.tensors.bls import (
     BlsAnswer,
     BlsRequest,
     Prepared,
+    choose_draft_len,
     engine_inputs,
     parse_bls,
     preprocessing_inputs,
@@ -65,6 +68,7 @@ PREPROCESSING_OUTPUTS = (
 STREAMED_CALL_NS = 25_000_000
 WHOLE_CALL_NS = 250_000_000
 MAX_CALL_TOKENS = 64
+DRAFT_PAUSE_NS = 10_000_000_000  # without calls to a draft that has failed
 FIGURES = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
 
 
@@ -98,6 +102,14 @@ class TritonPythonModel:
         self._end_ids = tuple(int(end_id) for end_id in end_ids if end_id)
         self._accumulate = parameters.get("accumulate_tokens", "false").lower() in ("true", "1")
         self._metrics = Metrics(pb_utils, args["model_name"])
+        self._lost_draft: tuple[int, str] | None = None  # when it failed, and why
+        self._adaptive: Adaptive | None = None
+        if "adaptive" in parameters and self._limits.max_draft_len:
+            # Of this instance, which serves its requests one after the other.
+            longest = self._limits.max_draft_len
+            costs = CallCosts(longest)
+            adaptive = AdaptiveSettings(**json.loads(parameters["adaptive"]))
+            self._adaptive = Adaptive(Controller(adaptive, costs, longest), costs)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -109,9 +121,9 @@ class TritonPythonModel:
         outcome: RequestOutcome,
         message: str,
         stats: RequestStats | None = None,
-        gaps_ns: Sequence[int] = (),
+        gaps: Sequence[Gap] = (),
     ) -> None:
-        self._metrics.finished(outcome, stats, gaps_ns)
+        self._metrics.finished(outcome, stats, gaps)
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),
@@ -201,13 +213,21 @@ class TritonPythonModel:
             return bool(sender.is_cancelled())
 
         timeout_ms = request.request.timeout_ms or self._default_timeout_ms
-        engines = EngineModels(own_parameters, request, prepared)
+        draft_len, reason = choose_draft_len(
+            request,
+            len(prepared.ids),
+            max_prompt_tokens=int(own_parameters.get("max_prompt_tokens", "0")) or None,
+            adapts=self._adaptive is not None,
+            seeds=cast(SeedScope, own_parameters.get("seeds", "request")),
+        )
+        engines = EngineModels(own_parameters, request, prepared, self._lost())
         rounds = Rounds(
             Settings(
                 request_id=request_id,
                 prompt_ids=prepared.ids,
                 max_tokens=request.max_tokens,
-                draft_len=request.draft_len,
+                draft_len=draft_len,
+                draft_len_reason=reason,
                 end_ids=frozenset(prepared.end_ids),
                 arrival_ns=arrival_ns,
                 deadline_ns=arrival_ns + timeout_ms * 1_000_000,
@@ -219,6 +239,7 @@ class TritonPythonModel:
             engines,
             TextStream(PostProcessing(), prepared.ids, request.request.stop),
             cancelled=cancelled,
+            adaptive=self._adaptive if reason == "pays" else None,
         )
         for event in rounds:
             if event.finish_reason in ("deadline", "cancelled"):
@@ -231,10 +252,23 @@ class TritonPythonModel:
                     "cancelled": "cancelled by the client",
                 }
                 message = messages[event.finish_reason]
-                self._refuse(sender, event.finish_reason, message, event.stats, answer.gaps_ns)
+                self._refuse(sender, event.finish_reason, message, event.stats, answer.gaps)
                 return False
             self._send(sender, answer, event, rounds, engines, is_last=is_last)
+        if rounds.draft_failure is not None and self._lost() is None:
+            self._lost_draft = time.monotonic_ns(), rounds.draft_failure.what
         return True
+
+    def _lost(self) -> str | None:
+        """Why the draft is not called now: it has failed lately. A draft that hangs would hold up
+        one request after the other.
+        """
+        if self._lost_draft is None:
+            return None
+        failed_ns, why = self._lost_draft
+        if time.monotonic_ns() - failed_ns >= DRAFT_PAUSE_NS:
+            return None
+        return f"the draft failed less than {DRAFT_PAUSE_NS // 10**9} s ago: {why}"
 
     def _send(
         self,
@@ -264,7 +298,7 @@ class TritonPythonModel:
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
         sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
         # Afterwards, since a long stream has many gaps to count.
-        self._metrics.finished(event.finish_reason, event.stats, answer.gaps_ns)
+        self._metrics.finished(event.finish_reason, event.stats, answer.gaps)
 
     def _prepare(self, request: BlsRequest, arrays: dict[str, Any]) -> Prepared:
         inputs = preprocessing_inputs(request, arrays)
@@ -295,11 +329,18 @@ class EngineFailed(RequestError):
 
 
 class EngineModels:
-    """The two engine models, called for one request. figures: the target's cache figures, summed
-    over its calls.
+    """The two engine models, called for one request. lost_draft: why the draft is not called.
+    figures: the target's cache figures, summed over its calls.
     """
 
-    def __init__(self, parameters: dict[str, str], request: BlsRequest, prepared: Prepared) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, str],
+        request: BlsRequest,
+        prepared: Prepared,
+        lost_draft: str | None = None,
+    ) -> None:
+        self._lost_draft = lost_draft
         self._target = parameters.get("tensorrt_llm_model_name", "tensorrt_llm")
         self._draft = parameters.get("tensorrt_llm_draft_model_name")
         self._seeds = cast(SeedScope, parameters.get("seeds", "request"))
@@ -319,6 +360,8 @@ class EngineModels:
     def draft(self, ids: Sequence[int], count: int) -> Drafts:
         if self._draft is None:
             raise DraftFailed("this deployment has no draft model", hint="Send num_draft_tokens 0.")
+        if self._lost_draft is not None:
+            raise DraftFailed(self._lost_draft)
         tensors = engine_inputs(
             self._request,
             self._prepared,

@@ -2,11 +2,12 @@
 out, as responses in TensorRT-LLM's `llmapi` format.
 
 Threads: Triton calls `execute`, which checks a request, submits it and returns at once. One thread
-runs the speculative runtime and sends its events (about 0.1 ms a response; a separate sending
-thread was no faster, and on a busy machine it fell behind the runtime, so that chunks arrived late
-and in bursts). Another thread cancels requests whose clients are gone, and updates the metrics.
-`toolkit.triton.tensors.requests` holds everything about the content of requests; this file is only
-Triton's side.
+runs the speculative runtime. Its events go to a second, which makes responses of them and sends
+them (about 0.1 ms each); a forward does not hold the interpreter's lock, so the two work side by
+side. Events that come while the sender is busy are sent together, a response per request, so that
+it never falls behind. A third thread cancels requests whose clients are gone, and updates the
+metrics. `toolkit.triton.tensors.requests` holds everything about the content of requests; this file
+is only Triton's side.
 
 A fault of one request is answered to that request, and the server goes on. If the runtime itself
 fails, every open request is answered with the reason, and later ones are refused with it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import threading
 import time
 from dataclasses import dataclass, field
@@ -33,9 +35,23 @@ try:
     from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, TokenEvent
     from toolkit.speculative.runtime import QueueFull
+    from toolkit.triton.placement import (
+        Crowding,
+        claim_cores,
+        move_thread,
+        move_threads_of_process,
+        times_of_thread,
+    )
     from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, traceback_of
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
-    from toolkit.triton.tensors.requests import Answer, Limits, Request, check_is_only, parse
+    from toolkit.triton.tensors.requests import (
+        Answer,
+        Limits,
+        Request,
+        check_is_only,
+        joined,
+        parse,
+    )
     from toolkit.words import RequestOutcome
 except ImportError as error:
     import sys
@@ -52,6 +68,7 @@ NUMPY_TYPES = {
     "TYPE_INT64": np.int64,
     "TYPE_FP32": np.float32,
 }
+WAITING_ASKED = 4  # waiting requests whose clients are asked for in each period
 OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
 
 
@@ -99,23 +116,37 @@ class TritonPythonModel:
                     (requests, length) for requests, length in our_settings["draft_len_schedule"]
                 ],
                 ngram_size=(speculative or {}).get("max_matching_ngram_size"),
+                max_prompt_tokens=our_settings["max_prompt_tokens"],
+                adaptive=our_settings["adaptive"],
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
 
+        # Threads that are started from here on, and those of Triton, leave the computing cores.
+        threads = our_settings["threads"]
+        allowed = os.sched_getaffinity(0)
+        self._placement = claim_cores(len(allowed) if threads is None else int(threads), allowed)
+        if self._placement is not None:
+            move_threads_of_process(self._placement.other)
+        self._crowding = Crowding()
+        self._computing_thread: int | None = None  # its id in the system
+
         self._jobs: dict[str, Job] = {}
         self._jobs_lock = threading.Lock()
         self._last_job_number = 0
+        self._next_waiting = 0  # where the watcher goes on among the waiting requests
         self._broken: str | None = None
         self._stop = threading.Event()
         self._metrics = Metrics(pb_utils, MODEL)
         self._period_s = settings["triton_config"]["cancellation_check_period_ms"] / 1000
         self._stream_interval_ns = int(1e6 * our_settings["stream_interval_ms"])
+        self._outbox: queue.SimpleQueue[tuple[Job, TokenEvent] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name="runtime"),
             threading.Thread(target=self._watch, name="watcher"),
         ]
-        for thread in self._threads:
+        self._sender = threading.Thread(target=self._send, name="sender")
+        for thread in (*self._threads, self._sender):
             thread.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -127,7 +158,11 @@ class TritonPythonModel:
         for thread in self._threads:
             thread.join()
         self._fail_all("the server is stopping")
+        self._outbox.put(None)
+        self._sender.join()
         self._runtime.close()
+        if self._placement is not None:
+            self._placement.close()
 
     # Called by Triton: check a request, then submit or refuse it.
 
@@ -186,7 +221,7 @@ class TritonPythonModel:
             running_stats=request.repeats_figures,
         )
         try:
-            self._runtime.submit(generation, lambda event: self._deliver(job, event))
+            self._runtime.submit(generation, lambda event: self._outbox.put((job, event)))
         except BaseException:
             self._forget(job)
             raise
@@ -216,6 +251,9 @@ class TritonPythonModel:
     # The runtime's thread.
 
     def _run(self) -> None:
+        if self._placement is not None:
+            move_thread(self._placement.computing)
+            self._computing_thread = threading.get_native_id()
         try:
             self._runtime.run(self._stop)
         except Exception as error:
@@ -230,7 +268,30 @@ class TritonPythonModel:
         with self._jobs_lock:
             open_jobs = list(self._jobs.values())
         for job in open_jobs:
-            self._deliver(job, TokenEvent(job.id, (), "", finish_reason="error", error=reason))
+            self._outbox.put((job, TokenEvent(job.id, (), "", finish_reason="error", error=reason)))
+
+    # The sender's thread.
+
+    def _send(self) -> None:
+        is_open = True
+        while is_open:
+            items = [self._outbox.get()]
+            while not self._outbox.empty():
+                items.append(self._outbox.get())
+            is_open = None not in items
+            events: dict[str, tuple[Job, list[TokenEvent]]] = {}
+            for item in items:
+                if item is not None:
+                    job, event = item
+                    events.setdefault(job.id, (job, []))[1].append(event)
+            for job, of_job in events.values():
+                try:
+                    for event in joined(of_job):
+                        self._deliver(job, event)
+                # Sending has to go on, or no request would be answered any more.
+                except Exception as error:
+                    pb_utils.Logger.log_error(traceback_of(error))
+                    self._runtime.cancel(job.id)
 
     def _deliver(self, job: Job, event: TokenEvent) -> None:
         """Send the response to an event. A fault here ends only this request."""
@@ -248,7 +309,7 @@ class TritonPythonModel:
             self._runtime.cancel(job.id)
             outcome, response = "error", _error("error", str(error) or repr(error))
         self._close(job, response)
-        self._metrics.note(outcome, event.stats, job.answer.gaps_ns)
+        self._metrics.note(outcome, event.stats, job.answer.gaps)
 
     def _response(self, job: Job, event: TokenEvent) -> Any:
         if event.finish_reason in ("stop", "length", None):
@@ -281,6 +342,7 @@ class TritonPythonModel:
         while not self._stop.wait(self._period_s):
             try:
                 self._cancel_abandoned()
+                self._leave_crowded_cores()
                 counters = self._runtime.counters()
                 self._metrics.publish(counters.active, counters.queued)
             # The watch has to go on, or abandoned requests would never be cancelled.
@@ -289,13 +351,33 @@ class TritonPythonModel:
         self._metrics.publish(0, 0)
 
     def _cancel_abandoned(self) -> None:
+        """Cancel requests whose clients are gone. Asking Triton takes about 0.1 ms, so running
+        requests are asked about every time, and of the waiting ones a few, in turns.
+        """
+        active = self._runtime.active_ids()
         with self._jobs_lock:
             jobs = list(self._jobs.values())
-        for job in jobs:
+        waiting = [job for job in jobs if job.id not in active]
+        first = self._next_waiting % max(1, len(waiting))
+        self._next_waiting = first + WAITING_ASKED
+        for job in [job for job in jobs if job.id in active] + waiting[first:][:WAITING_ASKED]:
             with job.lock:
                 is_abandoned = not job.done and job.sender.is_cancelled()
             if is_abandoned:
                 self._runtime.cancel(job.id)
+
+    def _leave_crowded_cores(self) -> None:
+        """Let the scheduler place the threads if the computing one has to wait for its core."""
+        if self._placement is None or self._computing_thread is None:
+            return
+        times_ns = times_of_thread(self._computing_thread)
+        if self._crowding.is_crowded(time.monotonic_ns(), *times_ns):
+            pb_utils.Logger.log_info(
+                "other processes use the computing cores; the scheduler places the threads now"
+            )
+            move_threads_of_process(self._placement.computing | self._placement.other)
+            self._placement.close()
+            self._placement = None
 
 
 def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,15 @@ from toolkit.words import RequestOutcome
 CLIENT_CHECK_INTERVAL_S = 0.1  # between two checks whether the client is gone
 METRICS_INTERVAL_S = 0.1
 DEFAULT_MAX_BATCH_SIZE = 2048  # of LLM()
-UNTOLD = ("toolkit_draft_tokens", "toolkit_accepted_draft_tokens", "toolkit_verify_steps")
+UNTOLD = (
+    "toolkit_draft_tokens",
+    "toolkit_accepted_draft_tokens",
+    "toolkit_verify_steps",
+    "toolkit_queue_seconds",
+    "toolkit_tokens_per_step",
+    "toolkit_draft_len_changes",
+    "toolkit_draft_probes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class TritonPythonModel:
         if job is None:
             self._metrics.note(outcome)
         else:
-            self._metrics.note(outcome, job.responses.stats(job.output), job.responses.gaps_ns)
+            self._metrics.note(outcome, job.responses.stats(job.output), job.responses.gaps)
         _send_error(sender, outcome, message)
 
     # The metrics' thread.
@@ -277,7 +285,7 @@ class TritonPythonModel:
         self._metrics.note(
             "length" if reason == "length" else "stop",
             job.responses.stats(job.output),
-            job.responses.gaps_ns,
+            job.responses.gaps,
         )
 
     def _response(self, values: dict[str, list[Any]]) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.validate.proportions import clopper_pearson, prompts_needed
+from toolkit.bench.proportions import clopper_pearson, prompts_needed
 
 
 @given(st.integers(1, 400), st.data())

@@ -1,0 +1,414 @@
+"""The gateway over HTTP, with clients that people use."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.gateways import MODEL, ScriptedBackend, gateway, post
+from toolkit.client import Options, RequestRefused, ServerUnavailable, Statistics
+from toolkit.gateway.backends import Overloaded
+
+KEY = "a-key-of-sixteen-characters"
+BODY = {"model": MODEL, "prompt": "Hi", "max_tokens": 6}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def client(url: str, key: str = "none", **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30, **options)
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about within 10 s")
+
+
+def test_openai_s_client_reads_a_whole_chat_answer() -> None:
+    with gateway() as served, client(served.url) as clients:
+        raw = clients.chat.completions.with_raw_response.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=6
+        )
+        answer = raw.parse()
+    assert answer.choices[0].message.content == " a b cé"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 3
+    assert raw.headers["x-accepted-draft-tokens"] == "3/5"
+    assert served.backend.seen[0][:2] == ("<user>Hi", Options(max_tokens=6, temperature=1.0))
+
+
+def test_openai_s_client_streams_with_usage() -> None:
+    with gateway() as served, client(served.url) as clients:
+        stream = clients.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        events = list(stream)
+    assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == " a b cé"
+    assert events[0].choices[0].delta.role == "assistant"
+    assert events[-2].choices[0].finish_reason == "length"
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == 6
+
+
+def test_openai_s_client_streams_completions_and_lists_models() -> None:
+    with gateway() as served, client(served.url) as clients:
+        stream = clients.completions.create(model=MODEL, prompt="Hi", stream=True)
+        assert "".join(event.choices[0].text for event in stream) == " a b cé"
+        assert [model.id for model in clients.models.list()] == [MODEL]
+        assert clients.models.retrieve(MODEL).id == MODEL
+        with pytest.raises(openai.NotFoundError, match="'tiny' is"):
+            clients.models.retrieve("gpt-5")
+        with pytest.raises(openai.NotFoundError):
+            clients.completions.create(model="gpt-5", prompt="Hi")
+
+
+def test_log_probabilities_come_where_the_engine_has_them() -> None:
+    scored = Statistics(
+        output_tokens=2, log_probs=(-0.1,) * 6, next_best=(7,) * 6, next_best_log_probs=(-3.0,) * 6
+    )
+    with gateway(ScriptedBackend(statistics=scored)) as served, client(served.url) as clients:
+        answer = clients.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True
+        )
+        assert answer.choices[0].logprobs is not None
+        assert [entry.token for entry in answer.choices[0].logprobs.content or ()][:2] == [
+            "t0",
+            "t1",
+        ]
+    refused = pytest.raises(openai.BadRequestError, match="return_log_probs")
+    with gateway() as served, client(served.url) as clients, refused:
+        clients.completions.create(model=MODEL, prompt="Hi", logprobs=0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (RequestRefused("too long"), 400),
+        (Overloaded("queue is full"), 503),
+        (ServerUnavailable("went away"), 503),
+    ],
+)
+def test_a_failure_before_the_first_word_has_a_status(
+    failure: Any, status: int, streams: bool
+) -> None:
+    with gateway(ScriptedBackend(failure=failure)) as served:
+        sent = post(served.url, "/v1/completions", {**BODY, "stream": streams})
+    assert sent[0] == status
+    assert str(failure) in sent[2]["error"]["message"]
+    assert ("retry-after" in sent[1]) == (status == 503)
+
+
+def test_a_failure_in_the_midst_ends_the_stream_with_an_error() -> None:
+    backend = ScriptedBackend(failure=ServerUnavailable("went away"), failing_after=2)
+    with gateway(backend) as served, client(served.url) as clients:
+        texts = []
+        with pytest.raises(openai.APIError, match="went away"):
+            for event in clients.completions.create(model=MODEL, prompt="Hi", stream=True):
+                texts.append(event.choices[0].text)
+        assert texts == [" a", " b"]
+        until(lambda: len(served.lines) == 1)
+        assert json.loads(served.lines[0])["status"] == "503"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_hangs_up_ends_its_request(streams: bool) -> None:
+    backend = ScriptedBackend(hangs_after=1)
+    with gateway(backend) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        body = json.dumps({**BODY, "stream": streams}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            until(lambda: backend.running == 1)
+            if streams:
+                assert b"200 OK" in connection.recv(100)
+        until(lambda: backend.running == 0)
+        assert backend.left == 1
+        until(lambda: len(served.lines) == 1)
+        assert json.loads(served.lines[0])["status"] == "hung up"
+        assert served.gateway.guard.running == 0
+
+
+def test_a_client_that_reads_nothing_loses_its_place() -> None:
+    backend = ScriptedBackend(words=["x" * 1_000_000] * 100)
+    with gateway(backend, request_timeout_s=0.3) as served:
+        with _sent(served.url, {**BODY, "stream": True}):
+            until(lambda: backend.running == 1)
+            until(lambda: served.gateway.guard.running == 0)
+            until(lambda: len(served.lines) == 1)
+        assert (backend.running, backend.left) == (0, 1)
+        assert json.loads(served.lines[0])["status"] == "hung up"
+
+
+def test_a_body_that_does_not_come_is_not_awaited() -> None:
+    with gateway(request_timeout_s=0.3) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            )
+            assert b" 408 " in connection.recv(1000)
+            while connection.recv(1000):
+                pass  # and the connection is closed
+
+
+def _sent(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection that a request was sent over."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_a_key_is_needed_where_keys_are_set() -> None:
+    with gateway(keys=(KEY,)) as served:
+        with client(served.url, KEY) as clients:
+            assert clients.completions.create(model=MODEL, prompt="Hi").choices
+        with client(served.url, "wrong") as clients, pytest.raises(openai.AuthenticationError):
+            clients.models.list()
+        assert post(served.url, "/v1/completions", BODY)[0] == 401
+        assert get(f"{served.url}/health")[0] == 200
+        assert get(f"{served.url}/metrics")[0] == 200
+        assert len(served.backend.seen) <= 2
+
+
+def test_more_requests_than_places_are_told_to_come_again() -> None:
+    backend = ScriptedBackend(hangs_after=1)
+    with gateway(backend, max_requests=1) as served:
+        first = threading.Thread(target=lambda: get_events(served.url))
+        first.start()
+        until(lambda: backend.running == 1)
+        status, headers, body = post(served.url, "/v1/completions", BODY)
+        assert (status, body["error"]["code"]) == (503, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+    first.join(10)
+
+
+def get_events(url: str) -> None:
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps({**BODY, "stream": True}).encode()
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            answer.read()
+    except OSError:
+        pass  # the gateway stops before the answer ends
+    except Exception as error:
+        assert "IncompleteRead" in repr(error)
+
+
+def test_more_requests_than_a_minute_has_are_refused() -> None:
+    with gateway(requests_per_minute=2, now=lambda: 0.0) as served:
+        statuses = [post(served.url, "/v1/completions", BODY)[0] for _ in range(3)]
+    assert statuses == [200, 200, 429]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b"[1]", 400, "JSON object"),
+        (b'{"model": "tiny", "prompt": "' + b"x" * 5000 + b'"}', 413, "4,096 bytes"),
+        (b"\xff\xfe", 400, "not JSON"),
+        (b'{"model": "tiny", "prompt": "a\\ud83d"}', 400, "surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "user": "\\uDE00"}', 400, "surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "\\ud800": 1}', 400, "surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": 1' + b"0" * 400 + b"}", 400, "from 0"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(body: bytes, status: int, words: str) -> None:
+    limit = 200_000 if status == 400 else 4096
+    with gateway(max_body_bytes=limit) as served:
+        sent = post(served.url, "/v1/completions", body)
+        assert sent[0] == status
+        assert words in sent[2]["error"]["message"]
+        assert post(served.url, "/v1/completions", BODY)[0] == 200
+
+
+def test_a_body_nested_to_any_depth_is_answered() -> None:
+    """Reading one and printing it end at different depths."""
+    with gateway() as served:
+        statuses = set()
+        for depth in range(850, 1000):
+            deep = b"[" * depth + b"]" * depth
+            body = b'{"model": "tiny", "prompt": "a", "seed": ' + deep + b"}"
+            statuses.add(post(served.url, "/v1/completions", body)[0])
+    assert statuses == {400}
+
+
+def test_an_emoji_spelled_as_a_surrogate_pair_is_text() -> None:
+    with gateway() as served:
+        body = b'{"model": "tiny", "prompt": "a\\ud83d\\ude00 \\\\ud83d"}'
+        assert post(served.url, "/v1/completions", body)[0] == 200
+        assert served.backend.seen[0][0] == "a\N{GRINNING FACE} \\ud83d"
+
+
+def test_a_request_id_is_kept_and_no_text_is_logged() -> None:
+    with gateway() as served:
+        secret = {**BODY, "prompt": "a secret of somebody"}
+        headers = {"X-Request-Id": "mine-1"}
+        assert post(served.url, "/v1/completions", secret, headers)[1]["x-request-id"] == "mine-1"
+        forged = {"X-Request-Id": "x" * 500}
+        assert post(served.url, "/v1/completions", secret, forged)[1]["x-request-id"][:4] == "req-"
+        until(lambda: len(served.lines) == 2)
+        line = json.loads(served.lines[0])
+    assert line["id"] == "mine-1"
+    assert (line["output_tokens"], line["accepted"], line["drafted"]) == (6, 3, 5)
+    assert not any("secret" in line or " b" in line for line in served.lines)
+
+
+def test_refused_requests_are_logged_without_what_they_hold() -> None:
+    with gateway(keys=(KEY,)) as served:
+        mine = {"X-Request-Id": "mine-1"}
+        post(served.url, "/v1/completions", BODY, mine)
+        authorized = {**mine, "Authorization": f"Bearer {KEY}"}
+        post(served.url, "/v1/completions", {**BODY, "a secret": 1}, authorized)
+        lines = [json.loads(line) for line in served.lines]
+    assert [(line["id"], line["status"], line["error"]) for line in lines] == [
+        ("mine-1", "401", "missing_api_key"),
+        ("mine-1", "400", "refused"),
+    ]
+    assert lines[0]["key"] == "-" != lines[1]["key"]
+    assert not any("secret" in line or KEY in line for line in served.lines)
+
+
+def test_health_is_a_token() -> None:
+    backend = ScriptedBackend()
+    with gateway(backend) as served:
+        assert get(f"{served.url}/health") == (
+            200,
+            '{"status":"ready","arms":{"served":"ready"}}',
+        )
+        assert backend.seen == [
+            ("Hello", Options(max_tokens=1, temperature=0.0), "health"),
+        ]
+        assert get(f"{served.url}/health")[0] == 200
+        assert len(backend.seen) == 1
+    with gateway(ScriptedBackend(failure=ServerUnavailable("went away"))) as served:
+        status, text = get(f"{served.url}/health")
+        assert status == 503
+        assert "went away" in text
+
+
+def test_all_who_ask_for_the_health_share_one_probe() -> None:
+    backend = ScriptedBackend(delay_s=0.3)
+    with gateway(backend) as served:
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: statuses.append(get(f"{served.url}/health")[0]))
+            for _ in range(10)
+        ]
+        backend.failure = ServerUnavailable("went away")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert statuses == [503] * 10
+        assert len(backend.seen) < 5
+        backend.failure = None
+        assert get(f"{served.url}/health")[0] == 200
+
+
+def test_metrics_count_what_was_served() -> None:
+    with gateway() as served:
+        post(served.url, "/v1/completions", BODY)
+        post(served.url, "/v1/completions", {**BODY, "n": 3})
+        until(lambda: len(served.lines) == 2)
+        status, text = get(f"{served.url}/metrics")
+    lines = text.splitlines()
+    served_ok = 'toolkit_gateway_requests_total{arm="served",path="/v1/completions",status="200"}'
+    assert status == 200
+    assert f"{served_ok} 1.0" in lines
+    assert 'toolkit_gateway_accepted_draft_tokens_total{arm="served"} 3.0' in lines
+    assert 'toolkit_gateway_ttft_seconds_count{arm="served"} 1.0' in lines
+    assert 'toolkit_gateway_icl_seconds_count{arm="served"} 2.0' in lines
+    assert "_created" not in text
+
+
+def test_other_paths_say_which_there_are() -> None:
+    with gateway() as served:
+        status, text = get(f"{served.url}/v1/embeddings")
+        assert status == 404
+        assert "/v1/chat/completions" in json.loads(text)["error"]["message"]
+        assert get(f"{served.url}/v1/completions")[0] == 405
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    with gateway() as served:
+        status, text = get(f"{served.url}/")
+    assert status == 200
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_running_requests_may_end_when_it_stops() -> None:
+    backend = ScriptedBackend(delay_s=0.2)
+    answers: list[Any] = []
+    with gateway(backend, stop_timeout_s=10) as served:
+        thread = threading.Thread(
+            target=lambda: answers.append(post(served.url, "/v1/completions", BODY))
+        )
+        thread.start()
+        until(lambda: backend.running == 1)
+    thread.join(10)
+    assert answers[0][0] == 200
+    assert backend.is_closed
+
+
+def test_a_signal_ends_it_without_a_word() -> None:
+    script = """
+from tests.support.gateways import MODEL, ScriptedBackend
+from toolkit.cli.foreground import Signal, interrupted_by_signals
+from toolkit.config.schema import GatewayConfig
+from toolkit.gateway.app import Gateway
+from toolkit.gateway.arms import SERVED, Arm, OneArm
+from toolkit.gateway.guard import Guard
+from toolkit.gateway.program import run
+import time
+arms = OneArm(Arm(SERVED, ScriptedBackend()))
+guard = Guard((), None, 1, time.monotonic)
+try:
+    with interrupted_by_signals():
+        make = lambda: Gateway(GatewayConfig(), MODEL, arms, guard)
+        run(make, ready=lambda url: print(url, flush=True))
+except Signal:
+    print("stopped")
+"""
+    command = [sys.executable, "-c", script]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://")
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30) == ("stopped\n", "")

@@ -1,0 +1,163 @@
+"""Bets against 'the candidate is not worse'."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+
+from toolkit.config.schema import RolloutConfig
+from toolkit.gateway.evidence import LEAST_FIGURES, Evidence, Figures, Observation, Texts, lot
+
+
+def evidence(**settings: Any) -> Evidence:
+    return Evidence(RolloutConfig(**settings))
+
+
+def wealth(seen: Evidence, test: str) -> float:
+    return next(finding.wealth for finding in seen.findings() if finding.test == test)
+
+
+def seen_by(arm: bool, share: float, **figures: Any) -> Observation:
+    return Observation(arm, share, figures.pop("is_error", False), **figures)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("ratio", [0.001, 0.5, 1.0, 3.0, 200.0])
+def test_the_lot_is_a_fair_bet(share: float, ratio: float) -> None:
+    expected = share * lot(True, share, ratio) + (1 - share) * lot(False, share, ratio)
+    assert math.isclose(expected, 1.0, rel_tol=1e-12)
+
+
+def test_the_wealth_of_an_equal_candidate_is_fair_over_all_lots() -> None:
+    """By enumeration: the figures are given, the arms are drawn. No margin, so that the candidate
+    is exactly at the limit of what is allowed.
+    """
+    share, generator = 0.3, random.Random(3)
+    warm = [generator.lognormvariate(3, 1) for _ in range(LEAST_FIGURES)]
+    figures = [generator.lognormvariate(3, 1) for _ in range(7)]
+    expected = dict.fromkeys(("errors", "ttft", "time per token", "acceptance"), 0.0)
+    for arms in itertools.product((True, False), repeat=len(figures)):
+        seen = evidence(max_slowdown=1.0, max_acceptance_loss=0.0)
+        for figure in warm:
+            seen.add(seen_by(False, share, ttft_ms=figure, token_ms=figure, acceptance=0.5))
+        for number, (arm, figure) in enumerate(zip(arms, figures, strict=True)):
+            seen.add(
+                seen_by(
+                    arm,
+                    share,
+                    is_error=number % 3 == 0,
+                    ttft_ms=figure,
+                    token_ms=2 * figure,
+                    acceptance=figure % 1,
+                )
+            )
+        chance = math.prod(share if arm else 1 - share for arm in arms)
+        for name in expected:
+            expected[name] += chance * wealth(seen, name)
+    assert expected == pytest.approx(dict.fromkeys(expected, 1.0))
+
+
+def test_texts_are_bet_on_fairly_at_the_allowed_rate() -> None:
+    allowed = 0.2
+    expected = 0.0
+    for answers in itertools.product((True, False), repeat=8):
+        seen = evidence(max_divergence_rate=allowed)
+        for are_equal in answers:
+            seen.add_texts(Texts(are_equal))
+        chance = math.prod(1 - allowed if equal else allowed for equal in answers)
+        expected += chance * wealth(seen, "texts")
+    assert expected == pytest.approx(1.0)
+
+
+def test_the_least_acceptance_is_bet_on_fairly_at_its_limit() -> None:
+    expected = 0.0
+    for answers in itertools.product((0.0, 1.0), repeat=8):
+        seen = evidence(min_acceptance_rate=0.6)
+        for value in answers:
+            seen.add(seen_by(True, 0.5, acceptance=value))
+        chance = math.prod(0.6 if value else 0.4 for value in answers)
+        expected += chance * wealth(seen, "least acceptance")
+    assert expected == pytest.approx(1.0)
+
+
+def traffic(seen: Evidence, count: int, fault: str | None = None, share: float = 0.25) -> int:
+    """Requests until a test finds the candidate worse; `count` if none does."""
+    generator = random.Random(f"{fault} {share}")
+    for number in range(count):
+        arm = generator.random() < share
+        slower = 1.6 if arm and fault == "slower" else 1.0
+        tail = 5.0 if arm and fault == "tail" and generator.random() < 0.2 else 1.0
+        taken = generator.betavariate(3, 6) if arm and fault == "acceptance" else None
+        figure = slower * tail * generator.lognormvariate(3, 0.4)
+        seen.add(
+            seen_by(
+                arm,
+                share,
+                is_error=generator.random() < (0.1 if arm and fault == "errors" else 0.005),
+                ttft_ms=figure,
+                token_ms=figure,
+                acceptance=generator.betavariate(6, 3) if taken is None else taken,
+            )
+        )
+        differ = 0.3 if fault == "texts" else 0.01
+        if not arm and generator.random() < 0.1:
+            seen.add_texts(Texts(generator.random() >= differ))
+        if any(finding.is_worse for finding in seen.findings()):
+            return number
+    return count
+
+
+@pytest.mark.parametrize(
+    ("fault", "test", "within"),
+    [
+        ("slower", "ttft", 400),
+        ("tail", "ttft", 2000),
+        ("acceptance", "acceptance", 400),
+        ("errors", "errors", 1000),
+        ("texts", "texts", 800),
+    ],
+)
+def test_a_fault_is_found_and_named(fault: str, test: str, within: int) -> None:
+    seen = evidence()
+    assert traffic(seen, within, fault) < within
+    names = {finding.test for finding in seen.findings() if finding.is_worse}
+    assert test in names or (test == "ttft" and "time per token" in names)
+
+
+def test_an_equal_candidate_is_left_alone() -> None:
+    seen = evidence(max_slowdown=1.0, max_acceptance_loss=0.0)
+    assert traffic(seen, 4000) == 4000
+
+
+def test_figures_are_ranked_among_the_latest() -> None:
+    figures = Figures()
+    assert figures.rank(5.0) is None
+    for value in range(100):
+        figures.add(float(value))
+    assert figures.rank(-1.0) == pytest.approx(0.5 / 101)
+    assert figures.rank(50.0) == pytest.approx(51 / 101)
+    assert figures.rank(1000.0) == pytest.approx(100.5 / 101)
+
+
+def test_the_margin_is_the_candidate_s() -> None:
+    """A candidate that is slower by less than the margin wins nothing for the bettor."""
+    allowed, forbidden = evidence(max_slowdown=1.5), evidence(max_slowdown=1.0)
+    for seen in (allowed, forbidden):
+        generator = random.Random(7)
+        for _ in range(3000):
+            arm = generator.random() < 0.5
+            figure = (1.4 if arm else 1.0) * generator.lognormvariate(3, 0.4)
+            seen.add(seen_by(arm, 0.5, ttft_ms=figure))
+    assert wealth(allowed, "ttft") < 1.0
+    assert wealth(forbidden, "ttft") > 1e6
+
+
+def test_a_wealth_beyond_all_numbers_stays_a_number() -> None:
+    seen = evidence()
+    for _ in range(5000):
+        seen.add_texts(Texts(False))
+    assert math.isfinite(wealth(seen, "texts"))

@@ -1,0 +1,196 @@
+"""The gateway in front of real servers: both layouts of Triton, and vLLM's protocol."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+
+from tests.support.gateways import MODEL, post, render, running
+from tests.support.vllm_stub import SPECULATION, Script, vllm_stub
+from toolkit.client import Client
+from toolkit.config.schema import GatewayConfig
+from toolkit.gateway.app import Gateway
+from toolkit.gateway.arms import SERVED, Arm, OneArm
+from toolkit.gateway.backends import Backend, TritonBackend, VllmBackend
+from toolkit.gateway.guard import Guard
+from toolkit.triton.process.server import TritonServer
+
+PROMPT = "def read_config(path):"
+
+
+@contextmanager
+def gateway(make: Any, *, plain: bool = False) -> Iterator[str]:
+    """A gateway before the backend that `make` makes in the event loop: its URL."""
+
+    def made() -> Gateway:
+        backend: Backend = make()
+        return Gateway(
+            GatewayConfig(stop_timeout_s=1),
+            MODEL,
+            OneArm(Arm(SERVED, backend, is_plain=plain)),
+            Guard((), None, 64, time.monotonic),
+            render,
+            str,
+            lambda line: None,
+        )
+
+    with running(made) as url:
+        yield url
+
+
+@pytest.fixture(params=["llmapi", "bls"])
+def server(request: pytest.FixtureRequest) -> TritonServer:
+    name = {"llmapi": "tiny_server", "bls": "tiny_bls_server"}[request.param]
+    found: TritonServer = request.getfixturevalue(name)
+    return found
+
+
+def body(**keys: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **keys}
+
+
+def test_texts_and_counts_are_those_of_our_own_client(server: TritonServer) -> None:
+    with Client(server.grpc_url) as client:
+        expected = client.generate(PROMPT, max_tokens=12, temperature=0.0)
+    with gateway(lambda: TritonBackend(server.grpc_url)) as url:
+        status, headers, answer = post(url, "/v1/completions", body())
+        assert status == 200
+        assert answer["choices"][0]["text"] == expected.text
+        assert answer["choices"][0]["finish_reason"] == expected.finish_reason
+        counts = answer["usage"]
+        statistics = expected.statistics
+        assert counts["completion_tokens"] == statistics.output_tokens
+        details = counts["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == statistics.accepted
+        assert headers["x-accepted-draft-tokens"] == f"{statistics.accepted}/{statistics.drafted}"
+        clients = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with clients, clients.completions.create(**body(stream=True)) as stream:
+            assert "".join(event.choices[0].text for event in stream) == expected.text
+
+
+def test_each_event_tells_its_accepted_drafts(server: TritonServer) -> None:
+    with gateway(lambda: TritonBackend(server.grpc_url)) as url:
+        _, _, whole = post(url, "/v1/completions", body())
+        clients = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        options = {"include_usage": True, "include_speculation": True}
+        with clients:
+            events = list(clients.completions.create(**body(stream=True, stream_options=options)))
+    told = [event.speculation for event in events if hasattr(event, "speculation")]  # type: ignore[attr-defined]
+    usage = whole["usage"]
+    assert sum(event["tokens"] for event in told) == usage["completion_tokens"]
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert sum(event["accepted"] for event in told) == accepted
+
+
+def test_a_plain_arm_drafts_nothing(server: TritonServer) -> None:
+    with gateway(lambda: TritonBackend(server.grpc_url), plain=True) as url:
+        _, _, answer = post(url, "/v1/completions", body())
+        details = answer["usage"].get("completion_tokens_details")
+        assert details in (
+            None,
+            {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        )
+
+
+def test_what_the_server_refuses_is_a_400(server: TritonServer) -> None:
+    with gateway(lambda: TritonBackend(server.grpc_url)) as url:
+        for streams in (False, True):
+            status, _, answer = post(
+                url, "/v1/completions", body(max_tokens=100_000, stream=streams)
+            )
+            assert status == 400
+            assert "max_seq_len" in answer["error"]["message"]
+
+
+def test_log_probabilities_of_the_layout_that_has_them(tiny_bls_server: TritonServer) -> None:
+    with gateway(lambda: TritonBackend(tiny_bls_server.grpc_url)) as url:
+        status, _, answer = post(url, "/v1/completions", body(logprobs=1, num_draft_tokens=0))
+    scores = answer["choices"][0]["logprobs"]
+    assert status == 200
+    assert len(scores["token_logprobs"]) == answer["usage"]["completion_tokens"]
+    assert all(value <= 0 for value in scores["token_logprobs"])
+
+
+def test_a_server_that_is_not_there_is_a_503() -> None:
+    with gateway(lambda: TritonBackend("127.0.0.1:9")) as url:
+        status, headers, answer = post(url, "/v1/completions", body())
+        assert status == 503
+        assert "127.0.0.1:9" in answer["error"]["message"]
+        assert "retry-after" in headers
+    with gateway(lambda: VllmBackend("127.0.0.1:9", MODEL)) as url:
+        assert post(url, "/v1/completions", body())[0] == 503
+
+
+def test_vllm_is_called_at_its_completions() -> None:
+    script = Script(speculation=SPECULATION)
+    with vllm_stub(script) as address, gateway(lambda: VllmBackend(address, MODEL)) as url:
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+        _, headers, answer = post(url, "/v1/chat/completions", chat)
+        assert answer["choices"][0]["message"]["content"] == " abc d!"
+        assert headers["x-accepted-draft-tokens"] == "2/5"
+        assert script.requests[-1]["prompt"] == "<user>Hi"
+        clients = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with clients:
+            stream = clients.chat.completions.create(**chat, stream=True)
+            texts = [event.choices[0].delta.content for event in stream]
+        assert texts == ["", " a", "bc d", "!", None]
+        status, _, answer = post(url, "/v1/completions", body(num_draft_tokens=0))
+        assert status == 400
+        assert "fixed when the server starts" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        (Script(status=400, message=json.dumps({"error": {"message": "no", "code": 400}})), 400),
+        (Script(status=503, message="busy"), 503),
+        (Script(status=500, message="broken"), 503),
+        (Script(cut=0), 503),
+    ],
+)
+def test_what_vllm_refuses_keeps_its_meaning(script: Script, status: int) -> None:
+    with vllm_stub(script) as address, gateway(lambda: VllmBackend(address, MODEL)) as url:
+        assert post(url, "/v1/completions", body(stream=True))[0] == status
+
+
+class Odd(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """A server whose model answers with something else than text."""
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802 - Triton's name
+        config = model_config_pb2.ModelConfig(name=request.name)
+        for name in ("text_input", "sampling_param_max_tokens", "sampling_param_temperature"):
+            dtype = {"text_input": "TYPE_STRING", "sampling_param_max_tokens": "TYPE_INT32"}
+            data_type = model_config_pb2.DataType.Value(dtype.get(name, "TYPE_FP32"))
+            config.input.add(name=name, data_type=data_type, dims=[1])
+        return service_pb2.ModelConfigResponse(config=config)
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        for _ in requests:
+            answer = service_pb2.ModelInferResponse()
+            answer.outputs.add(name="logits", datatype="INT32", shape=[1])
+            answer.raw_output_contents.append(b"\1\0\0\0")
+            yield service_pb2.ModelStreamInferResponse(infer_response=answer)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_server_that_answers_something_else_is_a_503(streams: bool) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Odd(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with gateway(lambda: TritonBackend(f"127.0.0.1:{port}")) as url:
+            status, _, answer = post(url, "/v1/completions", body(stream=streams))
+    finally:
+        server.stop(None)
+    assert status == 503
+    assert "not one of a model of text" in answer["error"]["message"]

@@ -1,0 +1,352 @@
+"""Which draft lengths are chosen: simulated texts and costs, without engines."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
+
+LONGEST = 5
+OUTPUT_TOKENS = 192
+OFF_STEPS = 16  # after which a new request whose drafts are all wrong does not draft
+# Milliseconds on two CPU cores, quickstart pair: forwards of 1 to 6 tokens, by rows.
+VERIFY = {
+    1: (0.387, 0.424, 0.503, 0.565, 0.655, 0.693),
+    4: (1.091, 1.339, 1.585, 1.984, 2.214, 2.524),
+    16: (3.5, 4.8, 5.8, 7.0, 8.3, 9.7),
+}
+DRAFT, PROBE, HOST = 0.055, 0.17, 0.06
+
+
+@dataclass
+class Costs:
+    """verify: per width, of one row; every further row costs `per_row` of it."""
+
+    verify: tuple[float, ...] = VERIFY[1]
+    draft: float = DRAFT
+    per_row: float = 1.0
+    probe: float = PROBE
+
+    def draft_ns(self, rows: int) -> float:
+        return 1e6 * self.draft * (1 + 0.2 * (rows - 1)) if rows else 0.0
+
+    def step_ns(self, rows: int, width: int) -> float:
+        return 1e6 * (HOST + self.verify[width - 1] * (1 + self.per_row * (rows - 1)))
+
+    def probe_ns(self, rows: int) -> float:
+        return 1e6 * self.probe * rows
+
+
+class Measured(Costs):
+    """The figures above, for the numbers of rows that they were taken at."""
+
+    def step_ns(self, rows: int, width: int) -> float:
+        nearest = min(VERIFY, key=lambda each: abs(each - rows))
+        scale = (rows + 1) / (nearest + 1)
+        return 1e6 * (HOST * (1 + 0.4 * (rows - 1)) + VERIFY[nearest][width - 1] * scale)
+
+
+def controller(costs: Costs | None = None, **changes: float | None) -> Controller:
+    return Controller(AdaptiveSettings(**changes), costs or Costs(), LONGEST)  # type: ignore[arg-type]
+
+
+def chosen(decider: Controller, *states: Adaptation) -> list[int]:
+    decider.choose(states)
+    return [state.draft_len or 0 for state in states]
+
+
+def run_of(
+    decider: Controller, state: Adaptation, accepted: Callable[[int], int], steps: int
+) -> None:
+    """Blocks of the chosen length, of which accepted(length) are accepted, or plain steps."""
+    for _ in range(steps):
+        decider.choose([state])
+        if state.draft_len:
+            decider.note_block(state, state.draft_len, accepted(state.draft_len))
+        else:
+            decider.note_plain(state, 1)
+
+
+def everything(length: int) -> int:
+    return length
+
+
+def nothing(length: int) -> int:
+    return 0
+
+
+def test_a_draft_that_is_always_right_is_used_in_full() -> None:
+    decider = controller()
+    state = decider.begin()
+    run_of(decider, state, everything, 40)
+    assert (state.draft_len, state.reason) == (LONGEST, "pays")
+
+
+def test_a_draft_that_is_always_wrong_is_off_after_a_few_blocks() -> None:
+    decider = controller()
+    state = decider.begin()
+    run_of(decider, state, everything, 40)
+    blocks = state.blocks
+    run_of(decider, state, nothing, 12)
+    assert (state.draft_len, state.reason) == (0, "acceptance")
+    assert state.blocks - blocks <= 8
+
+
+def test_the_length_is_the_fastest_of_all_for_the_acceptance() -> None:
+    for alpha in (0.3, 0.5, 0.7, 0.9):
+        decider = controller()
+        state = Adaptation(1000 * alpha, 1000.0)
+        speeds = []
+        for length in range(LONGEST + 1):
+            tokens = sum(alpha**place for place in range(length + 1))
+            spent = decider.costs.step_ns(1, length + 1) + length * decider.costs.draft_ns(1)
+            speeds.append(tokens / spent)
+        assert chosen(decider, state) == [speeds.index(max(speeds))]
+
+
+@settings(max_examples=200)
+@given(
+    alphas=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3),
+    draft=st.floats(0.001, 0.5),
+    per_row=st.floats(0.0, 1.0),
+)
+def test_a_batch_is_nearly_as_fast_as_any_choice_of_lengths(
+    alphas: list[float], draft: float, per_row: float
+) -> None:
+    decider = controller(Costs(draft=draft, per_row=per_row))
+    every = itertools.product(range(LONGEST + 1), repeat=len(alphas))
+    fastest = max(decider._speed(alphas, lengths, ()) for lengths in every)
+    plan = decider._best(alphas, LONGEST, ())
+    assert plan.tokens_per_ns == pytest.approx(decider._speed(alphas, plan.draft_lens, ()))
+    assert plan.tokens_per_ns >= 0.98 * fastest
+
+
+def test_each_row_of_a_batch_has_its_own_length() -> None:
+    decider = controller(Costs(per_row=0.05))
+    good, bad = Adaptation(900.0, 1000.0), Adaptation(10.0, 1000.0)
+    long, short = chosen(decider, good, bad)
+    assert long >= 3
+    assert short == 0
+    assert (good.reason, bad.reason) == ("pays", "acceptance")
+
+
+def test_lengths_stay_where_another_gains_next_to_nothing() -> None:
+    decider = controller()
+    state = Adaptation(700.0, 1000.0)
+    decider.choose([state])
+    before = state.draft_len
+    for hits in (690.0, 710.0, 695.0, 705.0):
+        state.hits = hits
+        decider.reconsider()
+        decider.choose([state])
+    assert state.draft_len == before
+    assert state.changes == 0
+
+
+def test_a_text_that_becomes_predictable_is_drafted_again_after_a_probe() -> None:
+    decider = controller()
+    state = decider.begin()
+    run_of(decider, state, nothing, OFF_STEPS)
+    assert state.draft_len == 0
+    run_of(decider, state, nothing, state.probe_after)
+    assert decider.is_probe_due(state)
+    decider.note_probe(state, [0.0] * 6 + [1.0] * 10, 1)
+    assert chosen(decider, state)[0] > 0
+    assert (state.reason, state.probes) == ("pays", 1)
+
+
+def test_probes_that_fail_come_ever_later_and_take_a_small_share_of_the_time() -> None:
+    decider = controller()
+    state, spent, gaps = decider.begin(), 0.0, []
+    run_of(decider, state, nothing, OFF_STEPS)
+    for _ in range(2000):
+        decider.note_plain(state, 1)
+        decider.choose([state])
+        assert state.draft_len == 0
+        if decider.is_probe_due(state):
+            gaps.append(state.plain_tokens)
+            spent += decider.costs.probe_ns(1)
+            decider.note_probe(state, [0.0] * PROBE_TOKENS, 1)
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == 8 * AdaptiveSettings().probe_every_tokens
+    assert spent <= 0.02 * 2000 * decider.costs.step_ns(1, 1)
+
+
+def test_a_dear_probe_waits_until_it_is_a_small_share_of_the_time() -> None:
+    decider = controller(Costs(probe=20.0))
+    state = decider.begin()
+    run_of(decider, state, nothing, OFF_STEPS)
+    assert state.draft_len == 0
+    assert state.probe_after * decider.costs.step_ns(1, 1) * 0.02 > decider.costs.probe_ns(1)
+
+
+def test_nothing_is_probed_at_a_load_where_no_draft_pays() -> None:
+    saturated = Costs(verify=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), draft=0.2)
+    decider = controller(saturated)
+    state = Adaptation(950.0, 1000.0)
+    run_of(decider, state, everything, 100)
+    assert (state.draft_len, state.reason) == (0, "load")
+    assert not decider.is_probe_due(state)
+
+
+def test_another_load_is_decided_for_at_once() -> None:
+    """What holds for two rows is not kept for one."""
+    decider = controller(Costs(verify=(1.0, 1.05, 1.1, 1.15, 1.2, 1.25), per_row=0.0))
+    states = [Adaptation(900.0, 1000.0), Adaptation(900.0, 1000.0)]
+    decider.choose(states)
+    decider.costs = Costs(verify=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    decider.choose(states[:1])
+    assert states[0].draft_len == 0
+
+
+def test_fixed_rows_of_the_batch_cost_their_time_too() -> None:
+    """Where another row needs a wide forward anyway, drafting is cheaper."""
+    costs = Costs(verify=(1.0, 1.6, 1.7, 1.8, 1.9, 2.0), draft=0.02, per_row=0.0)
+    alone, beside = Adaptation(400.0, 1000.0), Adaptation(400.0, 1000.0)
+    controller(costs).choose([alone])
+    controller(costs).choose([beside], fixed=[5])
+    assert alone.draft_len == 0
+    assert beside.draft_len
+
+
+def test_the_schedules_limit_is_not_exceeded() -> None:
+    decider = controller()
+    state = Adaptation(990.0, 1000.0)
+    decider.choose([state], limit=2)
+    assert state.draft_len == 2
+    decider.choose([state], limit=0)
+    assert state.draft_len == 0
+
+
+def test_below_the_least_acceptance_length_nothing_is_drafted() -> None:
+    free = Costs(verify=(1.0,) * 6, draft=0.0)
+    for least, length in ((1.0, LONGEST), (1.9, LONGEST), (2.1, 0)):
+        state = Adaptation(500.0, 1000.0)  # 1.97 tokens per step at the longest
+        controller(free, min_acceptance_length=least).choose([state])
+        assert state.draft_len == length
+
+
+def test_a_new_request_begins_with_what_earlier_ones_had() -> None:
+    decider = controller()
+    before = decider.begin()
+    for _ in range(20):
+        state = decider.begin()
+        run_of(decider, state, nothing, 2 * OFF_STEPS)
+        decider.finish(state)
+    after = decider.begin()
+    assert after.acceptance < 0.3
+    assert chosen(decider, after)[0] < chosen(decider, before)[0]
+
+
+def test_a_request_that_saw_no_drafts_teaches_nothing() -> None:
+    decider = controller()
+    expected = decider.expected_acceptance
+    decider.finish(decider.begin())
+    assert decider.expected_acceptance == expected
+
+
+# Whole texts: what adapting keeps of the best fixed length, in simulated time.
+
+MIXES = ("predictable", "unpredictable", "alternating", "weak")
+
+
+def text_of(mix: str, generator: random.Random) -> list[bool]:
+    """For each output token, whether the draft would have it right. Easy and hard places come in
+    clusters.
+    """
+    right, easy = [], True
+    for place in range(OUTPUT_TOKENS):
+        if generator.random() < 0.15:
+            easy = generator.random() < 0.7
+        alpha = 0.92 if easy else 0.5
+        if mix == "weak":
+            alpha = 0.35
+        if mix == "unpredictable" or (mix == "alternating" and place // 48 % 2):
+            alpha = 0.03
+        right.append(generator.random() < alpha)
+    return right
+
+
+@dataclass
+class Row:
+    text: list[bool]
+    state: Adaptation
+    done: int = 1
+
+    def step(self, length: int) -> int:
+        """How many drafts are accepted."""
+        accepted = 0
+        while accepted < length and self.text[self.done + accepted]:
+            accepted += 1
+        self.done += accepted + 1
+        return accepted
+
+
+def speed(mix: str, load: int, fixed: int | None) -> float:
+    """Tokens per millisecond of 32 texts, `load` at once. fixed: a draft length, or adaptive."""
+    generator = random.Random(1)
+    costs = Measured()
+    decider = controller(costs)
+    texts = [text_of(mix, generator) for _ in range(32)]
+    spent = 0.0
+    for start in range(0, len(texts), load):
+        rows = [Row(text, decider.begin()) for text in texts[start : start + load]]
+        decider.reconsider()
+        while rows:
+            if fixed is None:
+                spent += probed(decider, rows)
+            lengths = [
+                min(
+                    row.state.draft_len or 0 if fixed is None else fixed,
+                    OUTPUT_TOKENS - row.done - 1,
+                )
+                for row in rows
+            ]
+            spent += costs.step_ns(len(rows), 1 + max(lengths))
+            for depth in range(max(lengths)):
+                spent += costs.draft_ns(sum(length > depth for length in lengths))
+            for row, length in zip(rows, lengths, strict=True):
+                accepted = row.step(length)
+                if length:
+                    decider.note_block(row.state, length, accepted)
+                else:
+                    decider.note_plain(row.state, 1)
+                if row.done >= OUTPUT_TOKENS:
+                    decider.finish(row.state)
+            rows = [row for row in rows if row.done < OUTPUT_TOKENS]
+    return len(texts) * OUTPUT_TOKENS / (spent / 1e6)
+
+
+def probed(decider: Controller, rows: list[Row]) -> float:
+    """Choose the lengths, with what is probed first. Returns the time of the probes."""
+    if not decider.keeps(len(rows)):
+        decider.choose([row.state for row in rows])
+    if not any(decider.is_probe_due(row.state) for row in rows):
+        return 0.0
+    due = [row for row in rows if decider.is_due_soon(row.state)]
+    for row in due:
+        seen = row.text[row.done - min(PROBE_TOKENS, row.state.plain_tokens) : row.done]
+        decider.note_probe(row.state, [float(right) for right in seen], len(rows))
+    decider.choose([row.state for row in rows])
+    return decider.costs.probe_ns(len(due))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("load", [1, 4, 16])
+def test_adapting_keeps_nearly_all_of_the_best_fixed_length(mix: str, load: int) -> None:
+    fixed = [speed(mix, load, length) for length in range(LONGEST + 1)]
+    adaptive = speed(mix, load, None)
+    assert adaptive >= 0.96 * max(fixed)
+    assert adaptive >= 0.97 * fixed[0]
+
+
+def test_where_the_text_alternates_adapting_beats_every_fixed_length() -> None:
+    fixed = [speed("alternating", 4, length) for length in range(LONGEST + 1)]
+    assert speed("alternating", 4, None) > max(fixed)

@@ -1,0 +1,238 @@
+"""Adaptive draft lengths in the runtime: the text stays what it is, and the caches stay healthy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.runtimes import (
+    Outcome,
+    assert_idle,
+    make_request,
+    make_runtime,
+    serve,
+    serve_one,
+)
+from tests.support.step_engines import TableEngine
+from toolkit.interfaces import GenerationRequest, TokenEvent
+from toolkit.speculative.adaptive import AdaptiveSettings
+from toolkit.speculative.costs import StepCosts
+from toolkit.speculative.drafters import NgramDrafter
+from toolkit.speculative.runtime import SpeculativeRuntime
+
+ADAPTIVE = AdaptiveSettings(probe_every_tokens=4)
+PROMPTS = [
+    tuple(int(t) for t in np.random.default_rng(i).integers(0, 40, size=1 + 3 * i))
+    for i in range(8)
+]
+SEEDED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.4},
+    "coupled": {"temperature": 0.8, "seed": 11},
+    "coupled, filters": {"temperature": 1.1, "seed": 12, "top_k": 9, "top_p": 0.8},
+    "sample_match": {"temperature": 0.9, "seed": 5, "acceptance": "sample_match"},
+    "rejection": {"temperature": 0.9, "seed": 6, "acceptance": "rejection"},
+}
+MAX_ROWS = 8
+
+
+def requests_of(count: int, max_tokens: int, **fields: Any) -> list[GenerationRequest]:
+    return [make_request(PROMPTS[i], max_tokens, f"r{i}", **fields) for i in range(count)]
+
+
+class RandomCosts(StepCosts):
+    """Every question has another answer, so that lengths jump about."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__([[1.0] * (MAX_ROWS + 1)] * 12, [1.0] * (MAX_ROWS + 1), 1.0)
+        self._random = random.Random(seed)
+
+    def draft_ns(self, rows: int) -> float:
+        return self._random.choice([0.0, 10.0, 1e6])
+
+    def step_ns(self, rows: int, width: int) -> float:
+        return self._random.choice([1e5, 1e6])
+
+
+def even_costs(draft: float = 300.0, verify: float = 1000.0) -> StepCosts:
+    """Forwards cost the same whatever their width: drafts pay where they are accepted."""
+    return StepCosts([[verify] * (MAX_ROWS + 1)] * 12, [draft] * (MAX_ROWS + 1), 10.0)
+
+
+class StillCosts(StepCosts):
+    """Costs that the test's own times do not change."""
+
+    def note_step(self, *args: Any) -> None:
+        pass
+
+    def note_probe(self, *args: Any) -> None:
+        pass
+
+
+def still(costs: StepCosts) -> StillCosts:
+    stills = StillCosts(costs._verify, costs._draft, costs._probe)
+    stills._host = 1.0
+    return stills
+
+
+def engine(seed: int, **settings: Any) -> TableEngine:
+    return TableEngine(seed, **{"max_seq_len": 512, **settings})
+
+
+def adaptive(target: TableEngine, draft: TableEngine | None, **options: Any) -> SpeculativeRuntime:
+    options.setdefault("costs", still(even_costs()))
+    return make_runtime(target, draft, adaptive=options.pop("settings", ADAPTIVE), **options)
+
+
+@settings(max_examples=60)
+@given(
+    draft_seed=st.integers(0, 1000),
+    cost_seed=st.integers(0, 1000),
+    closeness=st.sampled_from([0.0, 0.7, 0.95]),
+    batch=st.sampled_from([1, 3, 8]),
+    kind=st.sampled_from(sorted(SEEDED)),
+    max_tokens=st.integers(1, 60),
+)
+def test_lengths_that_jump_about_change_no_text(
+    draft_seed: int, cost_seed: int, closeness: float, batch: int, kind: str, max_tokens: int
+) -> None:
+    requests = requests_of(8, max_tokens, **SEEDED[kind])
+    draft_len = 4
+    plain = make_runtime(
+        TableEngine(1, closeness=closeness),
+        TableEngine(draft_seed, closeness=closeness),
+        # With this rule the text depends on the draft length, so it is kept.
+        max_draft_len=draft_len if kind == "rejection" else 0,
+    )
+    expected = [serve_one(plain, request).ids for request in requests]
+    target = TableEngine(1, closeness=closeness, max_batch_size=batch)
+    draft = TableEngine(draft_seed, closeness=closeness, max_batch_size=batch)
+    runtime = adaptive(target, draft, max_draft_len=draft_len, costs=RandomCosts(cost_seed))
+    assert [outcome.ids for outcome in serve(runtime, requests)] == expected
+    assert_idle(runtime, target, draft)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "coupled", "rejection without a seed"])
+def test_a_bad_draft_is_given_up_and_its_steps_say_why(kind: str) -> None:
+    sampling = SEEDED.get(kind, {"temperature": 0.9})
+    runtime = adaptive(engine(1), engine(99))
+    stats = serve_one(runtime, make_request(PROMPTS[3], 200, **sampling)).stats
+    assert stats.steps_by_reason["acceptance"] > 100
+    assert sum(stats.steps_by_reason.values()) == stats.verify_steps
+    assert stats.draft_len_changes >= 1
+    assert 0 < stats.draft_probes < 30
+
+
+class FadingDraft(TableEngine):
+    """The target itself, or while `is_bad` something else."""
+
+    is_bad = False
+
+    def forward(self, slots: Any, tokens: Any, *, last_only: bool = False) -> Any:
+        logits = super().forward(slots, tokens, last_only=last_only)
+        return logits.roll(1, dims=-1) if self.is_bad else logits
+
+
+@pytest.mark.parametrize("kind", ["greedy", "coupled", "rejection without a seed"])
+def test_a_draft_that_is_right_again_is_used_again_with_a_whole_cache(kind: str) -> None:
+    """In the end everything is accepted, which a cache with a hole in it would not give."""
+    target, draft = engine(1), FadingDraft(1, max_seq_len=512)
+    runtime = adaptive(target, draft)
+    request = make_request(PROMPTS[2], 400, **SEEDED.get(kind, {"temperature": 0.9}))
+    outcome = Outcome()
+
+    def note(event: TokenEvent) -> None:
+        outcome.events.append(event)
+        draft.is_bad = 60 <= len(outcome.ids) < 200
+
+    runtime.submit(request, note)
+    while runtime.step():
+        pass
+    stats = outcome.stats
+    assert list(stats.steps_by_reason) == ["pays", "acceptance"]
+    assert stats.draft_probes > 1
+    sizes = [len(event.token_ids) for event in outcome.events]
+    assert sizes[-12:-2] == [5] * 10
+    assert stats.steps_by_reason["acceptance"] > 80
+
+
+def test_the_prompt_is_not_fed_to_a_draft_that_is_not_used() -> None:
+    draft = TableEngine(99)
+    runtime = adaptive(TableEngine(1), draft, costs=still(even_costs(draft=1e6)))
+    stats = serve_one(runtime, make_request(PROMPTS[5], 30)).stats
+    assert draft.forwards == []
+    assert stats.steps_by_reason == {"load": stats.verify_steps}
+
+
+def test_a_request_may_state_its_own_length_beside_adaptive_ones() -> None:
+    target, draft = engine(1, max_batch_size=3), engine(99, max_batch_size=3)
+    runtime = adaptive(target, draft)
+    requests = [
+        make_request(PROMPTS[1], 80, "own", draft_len=3),
+        make_request(PROMPTS[2], 80, "plain", draft_len=0),
+        make_request(PROMPTS[3], 80, "adaptive"),
+    ]
+    own, plain, adapted = (outcome.stats for outcome in serve(runtime, requests))
+    assert set(own.steps_by_reason) == set(plain.steps_by_reason) == {"request"}
+    assert own.drafted > 2 * (own.verify_steps - 2)
+    assert plain.drafted == 0
+    assert set(adapted.steps_by_reason) <= {"pays", "acceptance"}
+
+
+def test_requests_with_long_prompts_decode_plainly() -> None:
+    runtime = make_runtime(TableEngine(1), TableEngine(1), max_prompt_tokens=4)
+    short = serve_one(runtime, make_request((1, 2, 3, 4), 12)).stats
+    long = serve_one(runtime, make_request((1, 2, 3, 4, 5), 12)).stats
+    asked = serve_one(runtime, make_request((1, 2, 3, 4, 5), 12, draft_len=2)).stats
+    assert set(short.steps_by_reason) == {"fixed"}
+    assert short.drafted > 0
+    assert (set(long.steps_by_reason), long.drafted) == ({"prompt length"}, 0)
+    assert (set(asked.steps_by_reason), asked.drafted > 0) == ({"request"}, True)
+
+
+def test_a_seed_keeps_the_length_where_the_text_depends_on_it() -> None:
+    runtime = adaptive(TableEngine(1), TableEngine(2))
+    seeded = make_request(PROMPTS[1], 40, temperature=0.9, seed=3, acceptance="rejection")
+    assert set(serve_one(runtime, seeded).stats.steps_by_reason) == {"seed"}
+
+
+def test_the_schedule_is_an_upper_bound() -> None:
+    runtime = adaptive(
+        TableEngine(1),
+        TableEngine(1),
+        max_draft_len=4,
+        draft_len_schedule=((1, 4), (3, 1)),
+    )
+    for outcome in serve(runtime, requests_of(4, 20)):
+        early = outcome.events[1:5]
+        assert all(len(event.token_ids) <= 2 for event in early)
+    alone = serve_one(runtime, make_request(PROMPTS[0], 40))
+    assert max(len(event.token_ids) for event in alone.events) == 5
+
+
+def test_look_ups_that_fail_are_given_up_and_probed() -> None:
+    """Their probes look only at what was written since the text was last indexed."""
+    drafter = NgramDrafter(2)
+    costs = StepCosts([[0.0] * 9, *([1000.0 * width] * 9 for width in range(1, 12))], [0.0] * 9, 1)
+    runtime = adaptive(
+        engine(1, vocab_size=12), None, drafter=drafter, costs=still(costs), max_draft_len=3
+    )
+    plain = make_runtime(engine(1, vocab_size=12), max_draft_len=0)
+    request = make_request((1, 2, 1, 2, 3), 150)
+    outcome = serve_one(runtime, request)
+    assert outcome.ids == serve_one(plain, request).ids
+
+
+def test_the_engines_are_timed_when_no_costs_are_given() -> None:
+    target, draft = TableEngine(1, max_batch_size=2), TableEngine(1, max_batch_size=2)
+    runtime = make_runtime(target, draft, adaptive=ADAPTIVE)
+    assert target.forwards
+    assert draft.forwards
+    stats = serve_one(runtime, make_request(PROMPTS[1], 40)).stats
+    assert sum(stats.steps_by_reason.values()) == stats.verify_steps
+    assert_idle(runtime, target, draft)

@@ -1,0 +1,106 @@
+"""The figures that adaptive draft lengths are chosen by."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.support.step_engines import TableEngine
+from toolkit.speculative.costs import StepCosts, measured_costs
+
+FLAT = [[0.0] * 5, *([1000.0] * 5 for _ in range(3))]  # widths 1 to 3, up to 4 rows
+
+
+def flat_costs() -> StepCosts:
+    return StepCosts(FLAT, [0.0] + [100.0] * 4, 50.0)
+
+
+class Clock:
+    """Nanoseconds that pass only in forwards."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class TimedEngine(TableEngine):
+    """A forward of [rows, n] tokens takes 1000 + 100 * rows * n nanoseconds."""
+
+    def __init__(self, clock: Clock, **settings: object) -> None:
+        super().__init__(1, **settings)  # type: ignore[arg-type]
+        self._clock = clock
+
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
+        self._clock.now += 1000 + 100 * tokens.numel()
+        return super().forward(slots, tokens, last_only=last_only)
+
+
+def test_the_engines_are_timed_and_left_free() -> None:
+    clock = Clock()
+    target = TimedEngine(clock, max_batch_size=6)
+    draft = TimedEngine(clock, max_batch_size=6)
+    costs = measured_costs(target, draft, 3, clock)
+    for rows in range(1, 7):  # 3 and 5 are interpolated
+        assert costs.draft_ns(rows) == 1000 + 100 * rows
+        one, four = costs.step_ns(rows, 1), costs.step_ns(rows, 4)
+        assert four - one == pytest.approx(300 * rows)
+    assert costs.probe_ns(1) > costs.draft_ns(1)
+    assert [target.length(slot) for slot in range(6)] == [0] * 6
+    assert [draft.length(slot) for slot in range(6)] == [0] * 6
+
+
+def test_drafts_without_an_engine_cost_nothing() -> None:
+    clock = Clock()
+    costs = measured_costs(TimedEngine(clock), None, 2, clock)
+    assert costs.draft_ns(1) == costs.probe_ns(1) == 0.0
+
+
+def test_a_slower_machine_slows_what_is_not_measured_alike() -> None:
+    costs = flat_costs()
+    before = costs.draft_ns(2)
+    for _ in range(200):
+        costs.note_step(1, [1, 1], 400, 2000, 60_000)
+    assert costs.draft_ns(2) == pytest.approx(2 * before, rel=0.25)
+    assert costs.draft_ns(1) == pytest.approx(200, rel=0.1)
+
+
+def test_a_figure_that_was_off_is_corrected_beside_the_others() -> None:
+    costs = flat_costs()
+    for _ in range(400):
+        costs.note_step(1, [], 0, 1000, 60_000)
+        costs.note_step(1, [1, 1], 200, 1500, 60_000)
+    host = costs.step_ns(1, 1) - 1000
+    assert costs.step_ns(1, 3) - host == pytest.approx(1500, rel=0.05)
+
+
+def test_a_step_that_was_preempted_says_nothing() -> None:
+    """One step in ten takes a hundred times as long, and the figures stay."""
+    costs, generator = flat_costs(), random.Random(1)
+    for _ in range(1000):
+        factor = 100 if generator.random() < 0.1 else generator.uniform(0.95, 1.05)
+        costs.note_step(1, [1], int(100 * factor), int(1000 * factor), int(60_000 * factor))
+    assert costs.draft_ns(1) == pytest.approx(100, rel=0.1)
+    assert costs.step_ns(1, 2) == pytest.approx(61_000, rel=0.1)
+
+
+def test_probes_correct_their_own_figure() -> None:
+    costs = flat_costs()
+    for _ in range(200):
+        costs.note_probe(2, 400)
+    assert costs.probe_ns(1) == pytest.approx(200, rel=0.05)
+
+
+def test_a_bad_moment_cannot_make_plain_decoding_look_slower_than_drafting() -> None:
+    verify = [[0.0] * 2, [0.0, 9000.0], [0.0, 1000.0], [0.0, 1500.0]]
+    costs = StepCosts(verify, [0.0, 100.0], 50.0)
+    assert costs.step_ns(1, 1) <= costs.step_ns(1, 2) <= costs.step_ns(1, 3)
+    for _ in range(300):
+        costs.note_step(1, [1], 100, 2500, 60_000)
+    assert costs.step_ns(1, 1) <= costs.step_ns(1, 2) <= costs.step_ns(1, 3)

@@ -1,0 +1,130 @@
+"""Prompts are read beside one another and beside decoding, and none waits for long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.support.runtimes import assert_idle, make_request, make_runtime, serve
+from tests.support.step_engines import PackingTableEngine, TableEngine
+from toolkit.interfaces import TokenEvent
+from toolkit.speculative.rows import rows_forward
+
+ENGINES = [TableEngine, PackingTableEngine]
+
+
+def first_tokens(
+    engine: type[TableEngine], prompts: Sequence[int], *, new_short_every_step: bool = False
+) -> list[int]:
+    """The step in which each prompt, of so many tokens, got its first token."""
+    runtime = make_runtime(engine(1, max_batch_size=16, max_seq_len=400), max_draft_len=0)
+    first: dict[str, int] = {}
+    step = 0
+
+    def note(event: TokenEvent) -> None:
+        first.setdefault(event.request_id, step)
+
+    for number, length in enumerate(prompts):
+        runtime.submit(make_request((1,) * length, 2, str(number)), note)
+    while len(first) < len(prompts) or step == 0:
+        step += 1
+        if new_short_every_step:
+            runtime.submit(make_request((2, 3, 4), 1, f"short {step}"), lambda event: None)
+        runtime.step()
+        assert step < 200
+    return [first[str(number)] for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_short_prompt_does_not_wait_for_a_long_one(engine: type[TableEngine]) -> None:
+    """The long one takes 34 chunks of nine."""
+    long, short, other = first_tokens(engine, [300, 3, 9])
+    assert max(short, other) <= 3
+    assert long <= 36
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_short_prompts_without_end_do_not_starve_a_long_one(engine: type[TableEngine]) -> None:
+    """It gets at least every second chunk."""
+    assert first_tokens(engine, [90], new_short_every_step=True)[0] <= 21
+
+
+def test_chunks_share_the_forward_of_running_requests() -> None:
+    target = PackingTableEngine(1, max_batch_size=4, max_seq_len=200)
+    runtime = make_runtime(target, max_draft_len=0)
+    outcomes = serve(
+        runtime,
+        [
+            make_request((1, 2), 30, "a"),
+            make_request((3,), 30, "b"),
+            make_request((4,) * 40, 5, "c"),
+        ],
+    )
+    assert all(outcome.finish_reason == "length" for outcome in outcomes)
+    assert (1, 1, 9) in target.packed
+    assert not any(9 in lengths and len(lengths) == 1 for lengths in target.packed)
+    assert_idle(runtime, target)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 3}])
+def test_packed_rows_give_what_padded_rows_give(fields: dict[str, float]) -> None:
+    texts = []
+    for engine in ENGINES:
+        target, draft = engine(1, closeness=0.8), TableEngine(2, closeness=0.8)
+        runtime = make_runtime(target, draft)
+        requests = [
+            make_request(tuple(range(1, 2 + 7 * i)), 20, str(i), draft_len=i % 4, **fields)
+            for i in range(5)
+        ]
+        outcomes = serve(runtime, requests)
+        texts.append([outcome.ids for outcome in outcomes])
+        assert_idle(runtime, target, draft)
+    assert texts[0] == texts[1]
+
+
+def test_one_request_with_drafts_pads_no_other() -> None:
+    target, draft = PackingTableEngine(1), TableEngine(2)
+    runtime = make_runtime(target, draft)
+    serve(
+        runtime,
+        [make_request((1, i + 2), 12, str(i), draft_len=4 if i == 3 else 0) for i in range(4)],
+    )
+    assert (1, 1, 1, 5) in target.packed
+    assert max(sum(lengths) for lengths in target.packed) == 8
+
+
+def test_a_fault_of_one_prompt_in_a_shared_forward_ends_it_alone() -> None:
+    class Failing(PackingTableEngine):
+        """Fails where a row has a token 39, after it has appended all rows."""
+
+        def forward_rows(
+            self, slots: Sequence[int], rows: Sequence[Sequence[int]], wanted: Sequence[int]
+        ) -> torch.Tensor:
+            logits = super().forward_rows(slots, rows, wanted)
+            if any(39 in row for row in rows):
+                raise RuntimeError("planted fault")
+            return logits
+
+    prompts = [(1, 2), (5, 39, 7), (8,) * 20, (3, 4)]
+    target = Failing(1)
+    runtime = make_runtime(target, max_draft_len=0)
+    outcomes = serve(runtime, [make_request(p, 12, str(i)) for i, p in enumerate(prompts)])
+    assert [outcome.finish_reason for outcome in outcomes] == ["length", "error", *["length"] * 2]
+    alone = serve(
+        make_runtime(TableEngine(1), max_draft_len=0),
+        [make_request(p, 12, str(i)) for i, p in enumerate(prompts) if i != 1],
+    )
+    assert [o.ids for i, o in enumerate(outcomes) if i != 1] == [o.ids for o in alone]
+    assert_idle(runtime, target)
+
+
+def test_an_engine_that_does_not_pack_gets_padded_rows_and_keeps_its_lengths() -> None:
+    padded, packed = TableEngine(1), PackingTableEngine(1)
+    rows, wanted = [(1, 2, 3), (4,), (5, 6)], [1, 1, 2]
+    logits = [rows_forward(engine)([0, 2, 1], rows, wanted) for engine in (padded, packed)]
+    assert torch.equal(*logits)
+    assert [padded.length(slot) for slot in range(3)] == [3, 2, 1]
+    last = [rows_forward(engine)([0, 1], [(7, 8), (9, 1)], [0, 1]) for engine in (padded, packed)]
+    assert torch.equal(*last)

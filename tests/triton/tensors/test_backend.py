@@ -1,0 +1,182 @@
+"""Histograms that are sent as counters hold what a histogram would, in few messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.interfaces import RequestStats
+from toolkit.triton.tensors.backend import Batch, Gap, Metrics, steps_by_tokens
+from toolkit.triton.tensors.contract import METRICS, NEXT_TOKEN_BUCKETS
+
+MS = 1_000_000
+
+
+@dataclass
+class Page:
+    """Stands in for Triton's metrics: keeps the values, and counts the messages."""
+
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
+    messages: int = 0
+    told: Counter[str] = field(default_factory=Counter)  # messages by name
+
+    def backend(self) -> Any:
+        page = self
+
+        class Family:
+            COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+            def __init__(self, name: str, description: str, kind: str) -> None:
+                self.name = name
+
+            def Metric(self, labels: dict[str, str], **limits: Any) -> Any:  # noqa: N802 - Triton's
+                key = self.name, tuple(sorted(labels.items()))
+                page.values.setdefault(key, 0.0)
+
+                def increment(value: float) -> None:
+                    page.messages += 1
+                    page.told[self.name] += 1
+                    page.values[key] += value
+
+                return SimpleNamespace(increment=increment, observe=increment, set=increment)
+
+        return SimpleNamespace(MetricFamily=Family)
+
+    def of(self, name: str, **labels: str) -> float:
+        return self.values[name, tuple(sorted({"model": "m", **labels}.items()))]
+
+
+def stats(accepted_at: tuple[int, ...] = (), steps: int = 0, **others: Any) -> RequestStats:
+    fields: dict[str, Any] = {
+        "prompt_tokens": 3,
+        "output_tokens": 1 + steps + sum(accepted_at),
+        "verify_steps": steps,
+        "drafted": 4 * steps,
+        "accepted": sum(accepted_at),
+        "drafted_by_position": (steps,) * len(accepted_at),
+        "accepted_by_position": accepted_at,
+        "arrival_ns": 0,
+        "first_scheduled_ns": 2 * MS,
+        "first_token_ns": 5 * MS,
+        "last_token_ns": 50 * MS,
+        "draft_ns": 0,
+        "verify_ns": 0,
+        "host_ns": 0,
+    }
+    return RequestStats(**{**fields, **others})
+
+
+@given(st.lists(st.tuples(st.floats(0, 4), st.integers(1, 5)), max_size=40))
+def test_a_batch_is_the_histogram_of_its_samples(samples: list[tuple[float, int]]) -> None:
+    batch = Batch(NEXT_TOKEN_BUCKETS)
+    for value, times in samples:
+        batch.add(value, times)
+    new, total, count = batch.take()
+    values = np.repeat([value for value, _ in samples], [times for _, times in samples])
+    assert count == len(values) and total == pytest.approx(values.sum())
+    for limit in NEXT_TOKEN_BUCKETS:
+        assert new.get(f"{limit:g}", 0) == (values <= limit).sum()
+    assert new.get("+Inf", 0) == len(values)
+    assert batch.take() == ({}, 0.0, 0)
+
+
+@given(st.lists(st.integers(0, 4), max_size=30))
+def test_steps_are_counted_by_their_tokens(accepted: list[int]) -> None:
+    at = tuple(sum(tokens > position for tokens in accepted) for position in range(4))
+    counted = dict(steps_by_tokens(stats(at, len(accepted))))
+    assert counted == {tokens + 1: accepted.count(tokens) for tokens in sorted(set(accepted))}
+
+
+def test_steps_whose_accepted_tokens_are_not_told_by_position_are_not_guessed() -> None:
+    assert steps_by_tokens(stats((), 7, accepted=9)) == []
+    assert steps_by_tokens(stats((), 7)) == [(1, 7)]  # without speculation
+
+
+def test_a_request_is_published_with_messages_that_do_not_grow_with_its_tokens() -> None:
+    gaps: list[Gap] = [(12 * MS, 3)] * 10
+    few, many = [], []
+    for count, seen in ((1, few), (100, many)):
+        page = Page()
+        metrics = Metrics(page.backend(), "m")
+        page.messages = 0
+        metrics.note("stop", stats((20, 10), 30), gaps * count)
+        metrics.publish(0, 0)
+        seen.append(page.messages)
+        assert page.of("toolkit_itl_seconds_count") == 30 * count
+        assert page.of("toolkit_itl_seconds_sum") == pytest.approx(0.12 * count)
+        assert page.of("toolkit_itl_seconds_bucket", le="0.0025") == 0
+        assert page.of("toolkit_itl_seconds_bucket", le="0.005") == 30 * count
+        assert page.of("toolkit_icl_seconds_bucket", le="0.01") == 0
+        assert page.of("toolkit_icl_seconds_bucket", le="+Inf") == 10 * count
+        assert page.of("toolkit_tokens_per_step_sum") == 60
+        assert page.of("toolkit_tokens_per_step_bucket", le="1") == 10
+        assert page.of("toolkit_tokens_per_step_bucket", le="3") == 30
+        assert page.of("toolkit_queue_seconds") == pytest.approx(0.002)
+    assert few == many and few[0] < 60
+    page.messages = 0
+    metrics.publish(0, 0)
+    assert page.messages == 0
+
+
+def test_counters_of_many_requests_are_told_as_one_sum() -> None:
+    page = Page()
+    metrics = Metrics(page.backend(), "m")
+    page.told.clear()
+    for _ in range(10):
+        metrics.note("length", stats((2, 1), 3))
+    metrics.note("refused")
+    metrics.publish(0, 0)
+    assert page.of("toolkit_requests", outcome="length") == 10
+    assert page.of("toolkit_requests", outcome="refused") == 1
+    assert page.of("toolkit_output_tokens") == 70
+    assert page.told["toolkit_output_tokens"] == page.told["toolkit_draft_tokens"] == 1
+    assert page.told["toolkit_requests"] == 2
+
+
+def test_one_request_counts_the_same_at_once() -> None:
+    now, later = Page(), Page()
+    Metrics(now.backend(), "m").finished("stop", stats((2, 1), 3), [(MS, 2)])
+    noted = Metrics(later.backend(), "m")
+    noted.note("stop", stats((2, 1), 3), [(MS, 2)])
+    noted.publish(0, 0)
+    assert now.values == later.values
+
+
+def test_every_sample_is_there_before_the_first_request_unless_it_may_never_be() -> None:
+    page = Page()
+    Metrics(page.backend(), "m", untold=("toolkit_tokens_per_step", "toolkit_queue_seconds"))
+    there = {name for name, _ in page.values}
+    for spec in METRICS:
+        names = spec.samples if spec.is_batched else (spec.name,)
+        is_missing = spec.name in (
+            "toolkit_requests",
+            "toolkit_draft_len_steps",
+            "toolkit_tokens_per_step",
+            "toolkit_queue_seconds",
+        )
+        assert all((name in there) != is_missing for name in names), spec.name
+
+
+def test_steps_are_counted_by_the_reason_of_their_draft_length() -> None:
+    page = Page()
+    metrics = Metrics(page.backend(), "m")
+    adapted = dataclasses.replace(
+        stats((20, 10), 30),
+        steps_by_reason={"pays": 12, "prompt length": 3},
+        draft_len_changes=2,
+        draft_probes=1,
+    )
+    for _ in range(2):
+        metrics.finished("stop", adapted)
+    assert page.of("toolkit_draft_len_steps", reason="pays") == 24
+    assert page.of("toolkit_draft_len_steps", reason="prompt length") == 6
+    assert page.of("toolkit_draft_len_changes") == 4
+    assert page.of("toolkit_draft_probes") == 2

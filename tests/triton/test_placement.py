@@ -1,0 +1,105 @@
+"""Cores for the computing thread: claimed once, given back, and never the last one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from toolkit.triton.placement import Crowding, claim_cores, move_thread, times_of_thread
+
+# Numbers that no machine has, so that a server on this machine is not in the way.
+CORES = {70_001, 70_002, 70_003}
+
+
+def test_a_core_is_claimed_once_and_given_back() -> None:
+    first, second, third = (claim_cores(1, CORES) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [placement.computing for placement in (first, second, third)] == [
+        {70_003},
+        {70_002},
+        {70_001},
+    ]
+    assert first.other == {70_001, 70_002}
+    assert claim_cores(1, CORES) is None
+    second.close()
+    again = claim_cores(1, CORES)
+    assert again is not None
+    assert again.computing == {70_002}
+    for placement in (first, third, again):
+        placement.close()
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_one_core_is_left_for_the_others(count: int) -> None:
+    assert claim_cores(count, CORES) is None
+    two = claim_cores(2, CORES)  # nothing stayed claimed
+    assert two is not None
+    assert (two.computing, two.other) == ({70_002, 70_003}, {70_001})
+    assert claim_cores(2, CORES) is None  # one is free, which is too few
+    one = claim_cores(1, CORES)  # and it was given back
+    assert one is not None
+    one.close()
+    two.close()
+
+
+def test_a_claim_ends_with_its_process() -> None:
+    program = (
+        "import os, signal; from toolkit.triton.placement import claim_cores\n"
+        "kept = claim_cores(1, {80_001, 80_002}); print(sorted(kept.computing), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[80002]\n"
+    placement = claim_cores(1, {80_001, 80_002})
+    assert placement is not None
+    assert placement.computing == {80_002}
+    placement.close()
+
+
+def test_only_the_calling_thread_moves() -> None:
+    allowed = os.sched_getaffinity(0)
+    seen = []
+
+    def run() -> None:
+        move_thread({max(allowed)})
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [{max(allowed)}]
+    assert os.sched_getaffinity(0) == allowed
+
+
+S = 1_000_000_000
+
+
+def test_a_thread_that_waits_for_its_core_is_crowded() -> None:
+    crowding = Crowding()
+    assert not crowding.is_crowded(0, 7 * S, 3 * S)  # what was before does not count
+    assert not crowding.is_crowded(1 * S, 7 * S, 4 * S)  # the window is not over
+    assert crowding.is_crowded(2 * S, 8 * S, 4 * S)
+    assert not crowding.is_crowded(4 * S, 9 * S + S // 2, 4 * S + S // 10)  # 6 % of the time
+    assert crowding.is_crowded(6 * S, 11 * S, 4 * S + S // 2)
+
+
+def test_an_idle_thread_is_not_crowded() -> None:
+    crowding = Crowding()
+    crowding.is_crowded(0, 0, 0)
+    assert not crowding.is_crowded(2 * S, S // 20, S // 10)
+
+
+def test_the_times_of_a_thread_are_counted_by_the_system() -> None:
+    before, _ = times_of_thread(threading.get_native_id())
+    assert sum(range(2_000_000)) > 0
+    after, _ = times_of_thread(threading.get_native_id())
+    assert after > before > 0
+    assert times_of_thread(1 << 30) == (0, 0)

@@ -1,0 +1,48 @@
+"""Addresses of servers that a gateway is put in front of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.deployments import config_of
+from toolkit.errors import UsageError
+from toolkit.workflows.gateway import server_address
+from toolkit.workflows.rollout import rollout_maker
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"),
+    [
+        ("torch", "127.0.0.1:8001"),
+        ("torch", "grpc://127.0.0.1:8001/"),
+        ("vllm", "127.0.0.1:8001"),
+        ("vllm", "http://127.0.0.1:8001/v1"),
+        ("vllm", "http://127.0.0.1:8001/"),
+    ],
+)
+def test_an_address_is_host_and_port(kind: str, written: str) -> None:
+    assert server_address(config_of(kind), written) == "127.0.0.1:8001"
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "words"),
+    [
+        ("torch", "http://127.0.0.1:8000", "over grpc, not http"),
+        ("vllm", "grpc://127.0.0.1:8000", "over http, not grpc"),
+        ("torch", "localhost", "host:port"),
+        ("torch", "localhost:99999", "host:port"),
+        ("torch", "localhost:0", "host:port"),
+        ("torch", ":8000", "host:port"),
+        ("vllm", "http://host:80/other", "host:port"),
+    ],
+)
+def test_what_cannot_be_an_address_is_refused(kind: str, written: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        server_address(config_of(kind), written)
+
+
+def test_a_kind_without_a_switch_needs_a_baseline_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--baseline"):
+        rollout_maker(config_of("vllm"), "127.0.0.1:1", "plain", tmp_path / "journal.jsonl")

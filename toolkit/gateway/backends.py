@@ -1,0 +1,225 @@
+"""The servers behind the gateway, as one interface: chunks of text for a prompt.
+
+Triton is called over gRPC, with a stream per request, whatever engine it serves. vLLM is called at
+its own `/v1/completions`, since the gateway has rendered the chat template already. In both, ending
+the iteration cancels the request on the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import struct
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit.client import (
+    MODELS,
+    AnswerReader,
+    Chunk,
+    ClientError,
+    ModelInterface,
+    Options,
+    ServerUnavailable,
+    refused,
+    translated,
+)
+from toolkit.openai_client import Answer, OpenAiClient, error_of
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["Backend", "Overloaded", "Piece", "TritonBackend", "VllmBackend"]
+
+CONNECT_S = 10.0
+RECONNECT_MS = 1000
+EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+HTTP_OK = 200
+OVERLOADED_STATUS = (429, 503)
+# Asks Triton to end a stream with the code of an error; else it sends the error's text alone. Seen
+# with 24.10.
+STATUS_CODES = (("triton_grpc_error", "true"),)
+
+
+class Overloaded(ClientError):
+    """The server has no room for the request now, or gave it up at its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk, with how many of its tokens were accepted drafts; None: the server does not tell."""
+
+    chunk: Chunk
+    accepted: int | None = None
+
+
+class Backend(Protocol):
+    """A served model. url: for messages."""
+
+    url: str
+
+    def stream(
+        self, prompt: str, options: Options, request_id: str, *, streams: bool, tells_accepted: bool
+    ) -> AsyncIterator[Piece]:
+        """Send the request. The last piece has the finish reason and the statistics.
+
+        Raises RequestRefused, Overloaded, ServerUnavailable.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class TritonBackend:
+    """A model of a tritonserver, over gRPC. model: as for `toolkit.client.Client`."""
+
+    def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 300.0) -> None:
+        import grpc
+        from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+        self.url, self._timeout_s, self._model = url, timeout_s, model
+        self._messages, self._errors = service_pb2, grpc.RpcError
+        status = grpc.StatusCode
+        self._unavailable = status.UNAVAILABLE
+        self._refusals = (status.INVALID_ARGUMENT, status.UNIMPLEMENTED, status.OUT_OF_RANGE)
+        options = [
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.enable_http_proxy", 0),
+            # gRPC waits up to two minutes before it looks again for a server that went away.
+            ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
+        ]
+        self._channel = grpc.aio.insecure_channel(url, options=options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._interface: ModelInterface | None = None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _known(self) -> ModelInterface:
+        """What the served model is like; asked once."""
+        if self._interface is None:
+            for model in (self._model,) if self._model else MODELS:
+                request = self._messages.ModelConfigRequest(name=model)
+                try:
+                    answer = await self._stub.ModelConfig(request, timeout=CONNECT_S)
+                except self._errors as error:
+                    failure = translated(error, self.url, CONNECT_S)
+                    continue
+                self._model, self._interface = model, ModelInterface.of(answer.config)
+                break
+            else:
+                raise failure
+        return self._interface
+
+    async def stream(
+        self, prompt: str, options: Options, request_id: str, *, streams: bool, tells_accepted: bool
+    ) -> AsyncIterator[Piece]:
+        interface = await self._known()
+        if tells_accepted:  # then every chunk has the figures, as of that chunk
+            interface = interface.without("return_speculation_stats")
+        request = interface.request(
+            self._model or MODELS[-1],
+            prompt,
+            options,
+            request_id,
+            streaming=streams and interface.streams,
+        )
+
+        async def requests() -> AsyncIterator[Any]:
+            yield request
+
+        call = self._stub.ModelStreamInfer(
+            requests(), timeout=self._timeout_s, metadata=STATUS_CODES
+        )
+        reader = AnswerReader(interface, self.url, streaming=streams)
+        accepted = 0
+        try:
+            async for response in call:
+                chunk = reader.read(response)
+                if chunk is None:
+                    continue
+                counted = reader.values.get("total_accepted_draft_tokens")
+                new_accepted = None
+                if tells_accepted and counted:
+                    new_accepted, accepted = counted[0] - accepted, counted[0]
+                yield Piece(chunk, new_accepted)
+        except self._errors as error:
+            raise self._failure(error) from error
+        except (KeyError, TypeError, ValueError, struct.error) as error:
+            raise ServerUnavailable(
+                f"{self.url}: the answer is not one of a model of text ({error!r})"
+            ) from error
+        finally:
+            call.cancel()  # does nothing if the call is over
+        reader.check_complete()
+
+    def _failure(self, error: Any) -> ClientError:
+        """Whose fault a failed call was. Only some codes say that it was the request's."""
+        code, details = error.code(), str(error.details())
+        if code in self._refusals:
+            return refused(details, self.url)
+        if code == self._unavailable and "onnect" not in details:
+            return Overloaded(details)
+        failure = translated(error, self.url, self._timeout_s)
+        if isinstance(failure, ServerUnavailable):
+            return failure
+        return ServerUnavailable(f"{self.url}: the server failed ({details})")
+
+
+class VllmBackend:
+    """A model of vLLM's own server. url: host:port."""
+
+    def __init__(self, url: str, model: str, *, timeout_s: float = 300.0) -> None:
+        import aiohttp
+
+        self._client = OpenAiClient(url, model, timeout_s)
+        self.url = self._client.url
+        self._failures = aiohttp.ClientError
+        # No limit of connections: the gateway limits its requests itself.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_S),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def stream(
+        self, prompt: str, options: Options, request_id: str, *, streams: bool, tells_accepted: bool
+    ) -> AsyncIterator[Piece]:
+        body = self._client.body(prompt, options, request_id, streaming=streams)
+        answer = Answer(self._client, prompt, with_log_probs=bool(options.log_probs))
+        try:
+            async with self._session.post(f"http://{self.url}/v1/completions", json=body) as page:
+                if page.status in OVERLOADED_STATUS:
+                    raise Overloaded(str(error_of(await page.text(), page.status, self.url)))
+                if page.status != HTTP_OK:
+                    raise error_of(await page.text(), page.status, self.url)
+                if not streams:
+                    data = json.loads(await page.read())
+                    for chunk in answer.whole(data, time.monotonic_ns()):
+                        yield Piece(chunk)
+                    return
+                async for chunk in _events(page, answer):
+                    yield Piece(chunk)
+        except (self._failures, asyncio.TimeoutError, ValueError) as error:
+            raise ServerUnavailable(
+                f"{self.url}: no answer, or a broken one ({error!r})"
+            ) from error
+        if not answer.is_over:
+            raise ServerUnavailable(f"{self.url}: the stream ended before the answer was complete")
+
+
+async def _events(page: aiohttp.ClientResponse, answer: Answer) -> AsyncIterator[Chunk]:
+    rest = b""
+    async for data in page.content.iter_any():
+        received_ns = time.monotonic_ns()
+        *events, rest = EVENT_END.split(rest + data)
+        for event in events:
+            for chunk in answer.event(event, received_ns):
+                yield chunk
+        if answer.is_over:
+            return

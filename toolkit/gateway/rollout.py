@@ -1,0 +1,364 @@
+"""A roll-out: which arm answers a session, and when the next step is taken, or all go back.
+
+The share of the sessions that the candidate answers rises step by step, as long as no test of
+`evidence` finds it worse; then everything goes back to the baseline at once. A session stays with
+its arm while the share stays, and comes back to no other arm while it rises: its place on the line
+from 0 to 1 is a digest of its name.
+
+Everything that happens is a line of the journal, and the state is what follows from these lines.
+Each decision is written with its evidence. If the journal cannot be written, the baseline answers
+all, until it can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from toolkit.config.schema import RolloutConfig
+from toolkit.errors import UsageError
+from toolkit.gateway.arms import Arm, Choice, Finished
+from toolkit.gateway.evidence import Evidence, Observation, Texts
+from toolkit.gateway.journal import Journal, read_journal
+
+__all__ = ["BASELINE", "CANDIDATE", "Rollout", "RolloutState", "decision", "read_state"]
+
+BASELINE, CANDIDATE = "baseline", "candidate"
+Outcome = Literal["running", "promoted", "rolled back"]
+MAX_TICKETS = 100_000  # requests whose end is awaited; the oldest are forgotten
+MAX_TEXTS = 1000  # answers that wait for the other arm's
+LATENCIES = 500  # of each arm, for the percentiles that people are shown
+
+
+@dataclass
+class ArmFigures:
+    """What people are shown of an arm; no decision rests on it. times in ms."""
+
+    requests: int = 0
+    errors: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    token_ms: list[float] = field(default_factory=list)
+    acceptance: list[float] = field(default_factory=list)
+
+    def add(self, seen: Observation) -> None:
+        self.requests += 1
+        self.errors += seen.is_error
+        for kept, value in (
+            (self.ttft_ms, seen.ttft_ms),
+            (self.token_ms, seen.token_ms),
+            (self.acceptance, seen.acceptance),
+        ):
+            if value is not None:
+                kept.append(value)
+                del kept[:-LATENCIES]
+
+    def summary(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"sessions": self.requests, "errors": self.errors}
+        for name, values in (("ttft_ms", self.ttft_ms), ("token_ms", self.token_ms)):
+            for q in (50, 99):
+                shown[f"{name}_p{q}"] = _percentile(values, q)
+        mean = sum(self.acceptance) / len(self.acceptance) if self.acceptance else None
+        return {**shown, "acceptance_rate": mean}
+
+
+class RolloutState:
+    """What follows from a journal's lines."""
+
+    def __init__(self, settings: RolloutConfig) -> None:
+        self.settings = settings
+        self.evidence = Evidence(settings)
+        self.outcome: Outcome = "running"
+        self.step = 0  # index of settings.steps
+        self.in_step = 0  # answered sessions of the candidate, or copies at step 0
+        self.why = ""
+        self.decisions: list[dict[str, Any]] = []
+        self.sessions: set[int] = set()
+        self.prompts: set[int] = set()
+        self.arms = {BASELINE: ArmFigures(), CANDIDATE: ArmFigures()}
+        self.differing = 0
+
+    @property
+    def share(self) -> float:
+        """The probability that the candidate answers a session."""
+        if self.outcome == "running":
+            return self.settings.steps[self.step] / 100
+        return 1.0 if self.outcome == "promoted" else 0.0
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Follow one line of the journal."""
+        kind = entry["kind"]
+        if kind == "session":
+            self.sessions.add(entry["session"])
+            seen = Observation(
+                entry["arm"] == CANDIDATE,
+                entry["share"],
+                entry["error"],
+                entry["ttft_ms"],
+                entry["token_ms"],
+                entry["acceptance"],
+            )
+            self.evidence.add(seen)
+            self.arms[entry["arm"]].add(seen)
+            # Where both arms fail, no test finds the candidate worse: errors lead no step further.
+            self.in_step += seen.is_candidate and not seen.is_error
+        elif kind == "texts":
+            self.prompts.add(entry["prompt"])
+            self.evidence.add_texts(Texts(entry["equal"]))
+            self.differing += not entry["equal"]
+            self.in_step += self.share == 0.0
+        elif kind == "decision":
+            if entry["outcome"] not in get_args(Outcome):
+                raise ValueError(f"outcome {entry['outcome']!r}")
+            if entry["step"] not in range(len(self.settings.steps)):
+                raise ValueError(f"step {entry['step']!r}")
+            self.outcome, self.step, self.why = entry["outcome"], entry["step"], entry["why"]
+            self.in_step = 0
+            self.decisions.append(dict(entry))
+
+    def summary(self) -> dict[str, Any]:
+        """What people are shown, as JSON. Times in ms."""
+        return {
+            "outcome": self.outcome,
+            "why": self.why,
+            "share_percent": 100 * self.share,
+            "steps_percent": list(self.settings.steps),
+            "in_step": self.in_step,
+            "needed_in_step": self.settings.min_requests,
+            "false_alarm": self.settings.false_alarm,
+            "arms": {name: arm.summary() for name, arm in self.arms.items()},
+            "texts": {"compared": self.evidence.compared_texts, "differing": self.differing},
+            "evidence": [asdict(finding) for finding in self.evidence.findings()],
+            "decisions": self.decisions,
+        }
+
+    def next_decision(self) -> tuple[Outcome, int, str] | None:
+        """(outcome, step, why) if something has to be decided now."""
+        if self.outcome != "running":
+            return None
+        worst = self.evidence.findings()[0]
+        if worst.is_worse:
+            return "rolled back", self.step, f"the candidate is worse: {worst.test}"
+        if self.share == 1.0:
+            return "promoted", self.step, "the first step is 100 %"
+        if self.in_step < self.settings.min_requests:
+            return None
+        what = "copies" if self.share == 0.0 else "sessions"
+        why = f"{self.in_step} {what} of the candidate, and no test finds it worse"
+        step = self.step + 1
+        return ("promoted" if self.settings.steps[step] == 100 else "running"), step, why
+
+
+def decision(
+    state: RolloutState, outcome: Outcome, step: int, why: str, time_s: float | None = None
+) -> dict[str, Any]:
+    """The journal's line of a decision, with the evidence that it rests on."""
+    return {
+        "kind": "decision",
+        "time": time.time() if time_s is None else time_s,
+        "outcome": outcome,
+        "step": step,
+        "why": why,
+        "evidence": [asdict(finding) for finding in state.evidence.findings()],
+        "sessions": {name: arm.requests for name, arm in state.arms.items()},
+    }
+
+
+def read_state(file: Path) -> tuple[dict[str, Any], RolloutState] | None:
+    """(its first line, the state) of a journal; None if there is none. Raises UsageError."""
+    state: RolloutState | None = None
+    begin: dict[str, Any] = {}
+    for entry in read_journal(file):
+        try:
+            if state is None:
+                begin, state = entry, RolloutState(RolloutConfig(**entry["settings"]))
+            else:
+                state.add(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"a line cannot be followed ({error!r})", where=file, hint="Move the file away."
+            ) from error
+    return None if state is None else (begin, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """What was decided when a request came. session: its digest. prompt: of a request that both
+    arms answer, the digest of what was asked.
+    """
+
+    session: int
+    share: float
+    prompt: int | None = None
+
+
+class Rollout:
+    """Chooses arms (`toolkit.gateway.arms.Arms`), judges and decides. Raises UsageError if another
+    process runs it, or if the journal is of another roll-out.
+
+    ids: what tells one roll-out from another, such as addresses and digests of both arms. now:
+    seconds since 1970. lot: a number in [0, 1).
+    """
+
+    def __init__(
+        self,
+        baseline: Arm,
+        candidate: Arm,
+        settings: RolloutConfig,
+        file: Path,
+        *,
+        ids: Mapping[str, str],
+        now: Callable[[], float] = time.time,
+        lot: Callable[[], float] = random.random,
+    ) -> None:
+        self._baseline, self._candidate = baseline, candidate
+        self._file, self._now, self._lot = file, now, lot
+        self._tickets: dict[str, _Ticket] = {}
+        self._texts: dict[str, tuple[str, bool]] = {}
+        self.paused: str | None = None  # why the journal cannot be written
+        self._journal = Journal(file)
+        begin = {
+            "kind": "begin",
+            "ids": dict(ids),
+            "settings": settings.model_dump(mode="json"),
+        }
+        try:
+            found = read_state(file)
+            if found is None:
+                self._state = RolloutState(settings)
+                self._journal.add({**begin, "time": now()}, lasting=True)
+                return
+            older, self._state = found
+            if {**older, "time": 0} != {**begin, "time": 0}:
+                raise UsageError(
+                    "is the journal of another roll-out: other arms, or other settings",
+                    where=file,
+                    hint="Go on with those, or begin anew with --fresh.",
+                )
+        except BaseException:
+            self._journal.close()
+            raise
+
+    @property
+    def all(self) -> tuple[Arm, ...]:
+        return self._baseline, self._candidate
+
+    @property
+    def needed(self) -> tuple[Arm, ...]:
+        """The arms without which clients are not served."""
+        return (self._candidate if self._state.outcome == "promoted" else self._baseline,)
+
+    @property
+    def state(self) -> RolloutState:
+        return self._state
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def choose(self, session: str, ticket: str, prompt: str | None) -> Choice:
+        share = 0.0 if self.paused else self._state.share
+        digest = _digest(session)
+        arm = self._candidate if digest / 2**64 < share else self._baseline
+        compared = None
+        if arm is self._baseline and prompt is not None and self._is_copied():
+            compared = _digest(prompt)
+            if compared in self._state.prompts:
+                compared = None
+        self._tickets[ticket] = _Ticket(digest, share, compared)
+        if len(self._tickets) > MAX_TICKETS:
+            self._tickets.pop(next(iter(self._tickets)))
+        return Choice(arm, None if compared is None else self._candidate)
+
+    def _is_copied(self) -> bool:
+        is_running = self._state.outcome == "running" and self.paused is None
+        return is_running and self._lot() < self._state.settings.shadow / 100
+
+    def finished(self, request: Finished) -> None:
+        """Take note of an answer, and decide."""
+        ticket = self._tickets.get(request.ticket)
+        if ticket is None or self._state.outcome != "running":
+            self._tickets.pop(request.ticket, None)
+            return
+        if ticket.prompt is None or not request.is_shadow:
+            self._note_session(ticket, request)
+        if ticket.prompt is not None:
+            self._note_text(ticket.prompt, request)
+        else:
+            self._tickets.pop(request.ticket, None)
+        self._decide()
+
+    def summary(self) -> dict[str, Any]:
+        """What people are shown, as JSON."""
+        return {**self._state.summary(), "paused": self.paused}
+
+    def roll_back(self, why: str) -> None:
+        """What an operator may do at any time, too."""
+        if self._state.outcome != "rolled back":
+            self._write_decision("rolled back", self._state.step, why)
+
+    def _note_session(self, ticket: _Ticket, request: Finished) -> None:
+        if request.status is None or ticket.session in self._state.sessions:
+            return  # a client that left says nothing about the server
+        statistics = request.statistics
+        tokens = statistics.output_tokens or 0
+        self._write(
+            {
+                "kind": "session",
+                "session": ticket.session,
+                "arm": request.arm,
+                "share": ticket.share,
+                # A request that is itself at fault is refused by both arms alike.
+                "error": request.status != 200,
+                "ttft_ms": None if request.ttft_ns is None else request.ttft_ns / 1e6,
+                "token_ms": None if not tokens else request.e2e_ns / 1e6 / tokens,
+                "acceptance": statistics.acceptance_rate,
+            }
+        )
+
+    def _note_text(self, prompt: int, request: Finished) -> None:
+        """Compare the two answers when both are there. A failed copy differs from an answer."""
+        other = self._texts.pop(request.ticket, None)
+        is_answer = request.status == 200
+        if other is None:
+            self._texts[request.ticket] = request.text or "", is_answer
+            if len(self._texts) > MAX_TEXTS:  # of copies that a busy gateway has not sent
+                self._texts.pop(next(iter(self._texts)))
+            return
+        self._tickets.pop(request.ticket, None)
+        (text, other_is_answer), own = other, request.text or ""
+        served_is_answer = other_is_answer if request.is_shadow else is_answer
+        if served_is_answer and prompt not in self._state.prompts:
+            are_equal = text == own and is_answer and other_is_answer
+            self._write({"kind": "texts", "prompt": prompt, "equal": are_equal})
+
+    def _decide(self) -> None:
+        decision = self._state.next_decision()
+        if decision is not None:
+            self._write_decision(*decision)
+
+    def _write_decision(self, outcome: Outcome, step: int, why: str) -> None:
+        self._write(decision(self._state, outcome, step, why, self._now()), lasting=True)
+
+    def _write(self, entry: Mapping[str, Any], *, lasting: bool = False) -> None:
+        try:
+            self._journal.add(entry, lasting=lasting)
+        except OSError as error:
+            self.paused = f"{self._file} cannot be written ({error.strerror or error})"
+            return
+        self.paused = None
+        self._state.add(entry)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _percentile(values: list[float], q: int) -> float | None:
+    """The smallest value that at least q percent of the values do not exceed."""
+    if not values:
+        return None
+    return sorted(values)[max(0, -(-len(values) * q // 100) - 1)]

@@ -1,0 +1,328 @@
+"""How many tokens each request drafts, chosen while it runs: by what was accepted lately, and by
+what a step costs.
+
+The one idea: a step of a batch costs a certain time, and each row of it is expected to give
+1 + a + a^2 + ... + a^k tokens, where `a` is the probability that a draft token is accepted. The
+lengths are chosen for the whole batch together, since all rows share the step: those with the most
+expected tokens per nanosecond. Plain decoding is one of the choices, so a batch whose drafts do not
+pay is decoded plainly.
+
+`a` is estimated per request from its recent draft tokens (old ones are forgotten), and begins at
+what recent requests had. A run of blocks without one accepted token that would be very unlikely at
+the estimate discards it, so that a text that becomes unpredictable is noticed in a few steps.
+Lengths change only if that promises a gain of SWITCH_GAIN: near the best length the speed is flat,
+and every change has its price.
+
+A request that does not draft learns nothing, so it probes now and then: the draft reads the last
+tokens that the target wrote, and what it would have proposed at each of them is compared. That is
+one forward of the draft and none of the target. After a probe that fails the next one comes later,
+and never so soon that probes take more than PROBE_SHARE of the time. Where even perfect drafts
+would not pay, as at high load, nothing is probed.
+
+Pure, and only of Python's standard library: costs are an argument, and there is no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from toolkit.words import DraftLenReason
+
+__all__ = ["PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Costs"]
+
+# Before the first request has finished. Drafts of pairs that are worth serving do about as well.
+FIRST_ACCEPTANCE = 0.7
+# How many draft tokens the estimate from earlier requests is worth to a new one.
+PRIOR_TOKENS = 4.0
+SWITCH_GAIN = 0.03  # of the speed; below it, lengths stay as they are
+# A decision costs a few microseconds, and a step of a small model half a millisecond.
+DECIDE_EVERY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 32
+PROBE_TOKENS = 16  # that one probe compares, at most
+FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
+PROBE_WINDOW_TOKENS = 5.0  # of a probe decide: the text may have changed while nothing was seen
+PROBE_SHARE = 0.015  # of the time of plain decoding, at most
+PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
+LONGEST_INTERVAL = 8  # of probes, in intervals as stated
+# A run of blocks without an accepted token discards the estimate if it is less probable than this.
+UNLIKELY_RUN = 0.002
+PERFECT_ACCEPTANCE = 0.95  # if even this would not pay, the load is the reason
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveSettings:
+    """window_tokens: about how many draft tokens of a request decide. window_requests: over how
+    many finished requests the acceptance is averaged that a new request begins with.
+    min_acceptance_length: tokens per step, bonus token included; a request that is expected to have
+    fewer does not draft, whatever the costs. probe_every_tokens: output tokens between two probes,
+    before they become rarer.
+    """
+
+    window_tokens: int = 32
+    window_requests: int = 16
+    min_acceptance_length: float = 1.0
+    probe_every_tokens: int = 16
+
+
+class Costs(Protocol):
+    """What the engines take, in nanoseconds."""
+
+    def draft_ns(self, rows: int) -> float:
+        """One forward of the draft, with one token per row. 0 rows: 0."""
+        ...
+
+    def step_ns(self, rows: int, width: int) -> float:
+        """The rest of a step: the target's forward of [rows, width] tokens, and the host's work."""
+        ...
+
+    def probe_ns(self, rows: int) -> float:
+        """A probe of each of so many rows."""
+        ...
+
+
+@dataclass(slots=True)
+class Adaptation:
+    """One request. hits and trials: of draft tokens, with old ones forgotten; their quotient is
+    the estimate. draft_len None: not decided yet.
+    """
+
+    hits: float
+    trials: float
+    draft_len: int | None = None
+    reason: DraftLenReason = "pays"
+    changes: int = 0  # of draft_len
+    probes: int = 0
+    misses: int = 0  # blocks without an accepted token, since the last one with
+    plain_tokens: int = 0  # output tokens since the last probe or block
+    blocks: int = 0  # since drafting began
+    probe_after: int = FIRST_PROBE_TOKENS
+    # all of the request, for those that come after it
+    total_hits: float = 0.0
+    total_trials: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """The probability that a draft token is accepted if those before it are."""
+        return self.hits / self.trials
+
+
+@dataclass(slots=True)
+class _Plan:
+    """draft_lens: one per row. tokens_per_ns: of the whole batch."""
+
+    draft_lens: list[int]
+    tokens_per_ns: float
+
+
+@dataclass(slots=True)
+class Controller:
+    """Decides for all requests of one runtime. Not thread-safe: the stepping thread calls it. Only
+    `begin`, which reads, may be called from elsewhere.
+
+    max_draft_len: the longest block that the engines can verify.
+    """
+
+    settings: AdaptiveSettings
+    costs: Costs
+    max_draft_len: int
+    expected_acceptance: float = FIRST_ACCEPTANCE  # of a new request
+    _finished: int = 0
+    _steps_until_decision: int = 0
+    _rows: int = 0  # of the last decision
+
+    def begin(self) -> Adaptation:
+        """The state of a new request."""
+        return Adaptation(self.expected_acceptance * PRIOR_TOKENS, PRIOR_TOKENS)
+
+    def finish(self, state: Adaptation) -> None:
+        """Learn from a finished request what to expect of the next one."""
+        if state.total_trials < PRIOR_TOKENS:
+            return
+        self._finished = min(self._finished + 1, self.settings.window_requests)
+        rate = state.total_hits / state.total_trials
+        self.expected_acceptance += (rate - self.expected_acceptance) / (1 + self._finished)
+
+    def reconsider(self) -> None:
+        """Let `keeps` say no for the next step, whatever came before."""
+        self._steps_until_decision = 0
+
+    # What a step showed.
+
+    def note_block(self, state: Adaptation, drafted: int, accepted: int) -> None:
+        """A block was verified. The first rejected token is the last one that was tried."""
+        tried = accepted + 1 if accepted < drafted else drafted
+        kept = 1.0 - min(1.0, tried / self.settings.window_tokens)
+        state.hits = state.hits * kept + accepted
+        state.trials = state.trials * kept + tried
+        state.total_hits += accepted
+        state.total_trials += tried
+        state.blocks += 1
+        state.plain_tokens = 0
+        state.misses = 0 if accepted else state.misses + 1
+        if state.misses > 2 and (1.0 - state.acceptance) ** state.misses < UNLIKELY_RUN:
+            state.hits, state.trials = 0.5, state.misses + 1.0
+            self.reconsider()
+
+    def note_plain(self, state: Adaptation, tokens: int) -> None:
+        """Output tokens came without a draft."""
+        state.plain_tokens += tokens
+
+    def note_probe(self, state: Adaptation, shares: Sequence[float], rows: int) -> None:
+        """A probe looked at the last output tokens. shares: for each of them, in order, the
+        probability that it would have been an accepted draft. rows: of the batch, which decides how
+        soon another probe is affordable.
+        """
+        state.probes += 1
+        state.plain_tokens = state.misses = 0
+        for share in shares:
+            state.hits += share - state.hits / PROBE_WINDOW_TOKENS
+            state.trials += 1.0 - state.trials / PROBE_WINDOW_TOKENS
+        state.total_hits += sum(shares)
+        state.total_trials += len(shares)
+        self._probe_later(state, rows)
+        self.reconsider()
+
+    def _probe_later(self, state: Adaptation, rows: int) -> None:
+        every = self.settings.probe_every_tokens
+        longest = LONGEST_INTERVAL * every
+        state.probe_after = max(every, min(int(PROBE_BACKOFF * state.probe_after), longest))
+        self._afford(state, rows)
+
+    def _afford(self, state: Adaptation, rows: int) -> None:
+        affordable = self.costs.probe_ns(rows) / (PROBE_SHARE * self.costs.step_ns(rows, 1))
+        state.probe_after = max(state.probe_after, int(affordable) + 1)
+
+    # What the next step does.
+
+    def is_probe_due(self, state: Adaptation) -> bool:
+        return state.plain_tokens >= state.probe_after and state.reason == "acceptance"
+
+    def is_probe_near(self, state: Adaptation) -> bool:
+        """Whether the next token may be one that a probe looks at."""
+        return (
+            state.plain_tokens + PROBE_TOKENS >= state.probe_after and state.reason == "acceptance"
+        )
+
+    def is_due_soon(self, state: Adaptation) -> bool:
+        """Whether a probe is far enough away that one now, beside another row's, saves one."""
+        return 2 * state.plain_tokens >= state.probe_after and state.reason == "acceptance"
+
+    def keeps(self, rows: int) -> bool:
+        """Whether the next step, of so many rows, goes on with the lengths of the last decision.
+        Ask once per step: deciding takes longer than this.
+        """
+        self._steps_until_decision -= 1
+        return self._steps_until_decision > 0 and rows == self._rows
+
+    def choose(
+        self,
+        states: Sequence[Adaptation],
+        *,
+        limit: int | None = None,
+        fixed: Sequence[int] = (),
+    ) -> None:
+        """Set draft_len and reason of every row of the next step.
+
+        limit: the longest draft that is allowed now; None: max_draft_len. fixed: the draft lengths
+        of further rows of the step, which are not ours to choose.
+        """
+        rows = len(states) + len(fixed)
+        self._rows = rows
+        longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)
+        alphas = [state.acceptance for state in states]
+        best = self._best(alphas, longest, fixed)
+        present = [
+            new if state.draft_len is None else min(state.draft_len, longest)
+            for state, new in zip(states, best.draft_lens, strict=True)
+        ]
+        if present != best.draft_lens:
+            kept_speed = self._speed(alphas, present, fixed)
+            if best.tokens_per_ns < kept_speed * (1.0 + SWITCH_GAIN):
+                best = _Plan(present, kept_speed)
+        is_loaded: bool | None = None
+        for state, alpha, draft_len in zip(states, alphas, best.draft_lens, strict=True):
+            is_too_short = _length(alpha, longest) < self.settings.min_acceptance_length
+            length = 0 if is_too_short else draft_len
+            if length == 0 and is_loaded is None:
+                perfect = [max(each, PERFECT_ACCEPTANCE) for each in alphas]
+                is_loaded = not any(self._best(perfect, longest, fixed).draft_lens)
+            self._set(state, length, "load" if is_loaded else "acceptance", rows)
+        # Where nothing is drafted, nothing is learned.
+        idle = not any(best.draft_lens)
+        self._steps_until_decision = DECIDE_EVERY_IDLE_STEPS if idle else DECIDE_EVERY_STEPS
+
+    def _set(self, state: Adaptation, draft_len: int, why_not: DraftLenReason, rows: int) -> None:
+        if state.draft_len is not None and state.draft_len != draft_len:
+            state.changes += 1
+        if draft_len and not state.draft_len:
+            state.blocks = 0
+        if state.draft_len and draft_len == 0:
+            # Drafting that ended at once was a mistake; what would repeat it comes later.
+            if state.blocks >= DECIDE_EVERY_STEPS * 2:
+                state.probe_after = self.settings.probe_every_tokens
+                self._afford(state, rows)
+            else:
+                self._probe_later(state, rows)
+        state.draft_len = draft_len
+        state.reason = "pays" if draft_len else why_not
+
+    def _best(self, alphas: Sequence[float], longest: int, fixed: Sequence[int]) -> _Plan:
+        """The lengths with the most expected tokens per nanosecond.
+
+        Each row drafts as long as its next token is worth more than the time that the draft takes
+        for one row more; of the lengths that this leaves, the one is taken at which the whole batch
+        is fastest. What time is worth depends on the speed that is reached, so there are two
+        rounds.
+        """
+        rows = len(alphas) + len(fixed)
+        speed, length, cut = self._speed(alphas, [0] * len(alphas), fixed), 0, 0.0
+        longest_fixed, extra_ns = max(fixed, default=0), 0.0
+        if rows > 1:
+            extra_ns = (self.costs.draft_ns(rows) - self.costs.draft_ns(1)) / (rows - 1)
+        for _ in range(2 if extra_ns > 0.0 else 1):
+            worth = speed * extra_ns
+            powers, tokens, draft_ns = list(alphas), float(rows), 0.0
+            for depth in range(1, longest + 1):
+                kept = [power for power in powers if power > worth]
+                if not kept:
+                    break
+                tokens += sum(kept)
+                draft_ns += self.costs.draft_ns(len(kept) + sum(each >= depth for each in fixed))
+                ns = draft_ns + self.costs.step_ns(rows, 1 + max(depth, longest_fixed))
+                if tokens > speed * ns:
+                    speed, length, cut = tokens / ns, depth, worth
+                powers = [power * alpha for power, alpha in zip(powers, alphas, strict=True)]
+        return _Plan([_cut(alpha, cut, length) for alpha in alphas], speed)
+
+    def _speed(
+        self, alphas: Sequence[float], draft_lens: Sequence[int], fixed: Sequence[int]
+    ) -> float:
+        """Expected tokens per nanosecond of a step."""
+        everyone = [*draft_lens, *fixed]
+        width = 1 + max(everyone)
+        ns = self.costs.step_ns(len(everyone), width)
+        for depth in range(1, width):
+            ns += self.costs.draft_ns(sum(length >= depth for length in everyone))
+        tokens = float(len(fixed))  # of rows that are not ours, only what is certain
+        for alpha, draft_len in zip(alphas, draft_lens, strict=True):
+            tokens += _length(alpha, draft_len)
+        return tokens / ns
+
+
+def _length(alpha: float, draft_len: int) -> float:
+    """The expected tokens of a step: 1 + a + ... + a^k (Leviathan et al. 2023, arXiv:2211.17192,
+    section 3.1).
+    """
+    if alpha >= 1.0:
+        return 1.0 + draft_len
+    return float((1.0 - alpha ** (draft_len + 1)) / (1.0 - alpha))
+
+
+def _cut(alpha: float, worth: float, longest: int) -> int:
+    """How long to draft while the next token is worth more than `worth` tokens of time."""
+    value, cut = alpha, 0
+    while cut < longest and value > worth:
+        value *= alpha
+        cut += 1
+    return cut

@@ -1,0 +1,45 @@
+"""Which prompts are read in a step, and how much of each.
+
+A step reads a bounded number of prompt tokens, in whole chunks that start at fixed positions. A
+long prompt has to leave room for short ones, and short ones may not keep a long one waiting for
+ever: in turns the prompt that came first and the one with the fewest tokens left go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Prompts
+from dataclasses import dataclass
+
+from toolkit.speculative.request_state import Sequence
+
+__all__ = ["Chunk", "next_chunks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of a prompt. ends_prompt: its first output token comes from these."""
+
+    sequence: Sequence
+    tokens: list[int]
+    ends_prompt: bool
+
+
+def next_chunks(
+    prompts: Prompts[Sequence], chunk_len: int, max_tokens: int, *, oldest_first: bool
+) -> list[Chunk]:
+    """At most one chunk of each prompt, until there are max_tokens or more. prompts: in the order
+    in which they came.
+    """
+    order = sorted(prompts, key=lambda sequence: len(sequence.ids) - sequence.prefilled)
+    if oldest_first:
+        order.remove(prompts[0])
+        order.insert(0, prompts[0])
+    chunks: list[Chunk] = []
+    for sequence in order:
+        if max_tokens <= 0:
+            break
+        tokens = sequence.ids[sequence.prefilled : sequence.prefilled + chunk_len]
+        ends_prompt = sequence.prefilled + len(tokens) == len(sequence.ids)
+        chunks.append(Chunk(sequence, tokens, ends_prompt))
+        max_tokens -= len(tokens)
+    return chunks

@@ -1,0 +1,120 @@
+"""Cores of its own for the thread that computes, where there are more cores than it needs.
+
+A thread that has to send a chunk, in this process, in tritonserver or in a client on the same
+machine, may be woken on the core where a forward is running. The scheduler lets the forward go on
+until its next tick, up to 4 ms, so the chunk is late although another core is idle. Therefore the
+computing threads get cores that no other thread of this process may use.
+
+Several servers can be on one machine, so a core is claimed: by a name in Linux's abstract namespace
+of sockets, which goes with the process, however that ends. A server that cannot claim enough cores
+leaves its threads to the scheduler. So does one that may use no more cores than it computes with
+(`engine.threads`, or `taskset` around the server).
+
+Beside other busy processes a core of one's own is a trap: the thread waits for it while another
+core may be idle. So the computing thread is observed, and a placement that makes it wait is given
+up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "Crowding",
+    "Placement",
+    "claim_cores",
+    "move_thread",
+    "move_threads_of_process",
+    "times_of_thread",
+]
+
+WINDOW_NS = 2_000_000_000
+MAX_WAITING = 0.1  # of the time in which the thread could run
+MIN_BUSY = 0.1  # of a window; with less to do, the share says nothing
+NAME = "\0toolkit-forward-core-{core}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """claims: sockets that hold the names; the claim ends when they are closed."""
+
+    computing: frozenset[int]  # cores
+    other: frozenset[int]
+    claims: tuple[socket.socket, ...]
+
+    def close(self) -> None:
+        for claim in self.claims:
+            claim.close()
+
+
+def claim_cores(count: int, allowed: Collection[int]) -> Placement | None:
+    """Claim `count` of the cores that this process may use; None if no other would be left, or if
+    too few are free. The last ones are taken first, since the first core serves most interrupts.
+    """
+    computing: list[int] = []
+    claims: list[socket.socket] = []
+    for core in sorted(allowed, reverse=True) if count < len(allowed) else ():
+        if len(computing) == count:
+            break
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(NAME.format(core=core))
+        except OSError:
+            claim.close()
+            continue
+        computing.append(core)
+        claims.append(claim)
+    placement = Placement(
+        frozenset(computing), frozenset(allowed) - frozenset(computing), tuple(claims)
+    )
+    if computing and len(computing) == count:
+        return placement
+    placement.close()
+    return None
+
+
+def move_threads_of_process(cores: Collection[int]) -> None:
+    """Let all present threads of this process, and those that they will start, use these cores."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(task.name), cores)
+
+
+def move_thread(cores: Collection[int]) -> None:
+    """Let the calling thread, and those that it will start, use these cores."""
+    os.sched_setaffinity(0, cores)
+
+
+def times_of_thread(thread_id: int) -> tuple[int, int]:
+    """(ns that a thread of this process ran, ns that it waited for a core). Zeros if the kernel
+    does not count them.
+    """
+    try:
+        ran, waited, _ = Path(f"/proc/self/task/{thread_id}/schedstat").read_text().split()
+    except OSError:
+        return 0, 0
+    return int(ran), int(waited)
+
+
+class Crowding:
+    """Judges, window by window, whether a thread waits for its core."""
+
+    def __init__(self) -> None:
+        self._start: tuple[int, int, int] | None = None
+
+    def is_crowded(self, now_ns: int, ran_ns: int, waited_ns: int) -> bool:
+        """Call it often, with the thread's times so far. False until a window is over."""
+        if self._start is None:
+            self._start = now_ns, ran_ns, waited_ns
+        began_ns, ran_before_ns, waited_before_ns = self._start
+        window_ns = now_ns - began_ns
+        if window_ns < WINDOW_NS:
+            return False
+        self._start = now_ns, ran_ns, waited_ns
+        ran, waited = ran_ns - ran_before_ns, waited_ns - waited_before_ns
+        return ran + waited > MIN_BUSY * window_ns and waited > MAX_WAITING * (ran + waited)
