@@ -73,7 +73,7 @@ def write_checkpoint(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 1024,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "tie_word_embeddings": False,
