@@ -8,11 +8,12 @@ The quickstart pair in process, greedy, 1, 4 and 16 requests at once, on four mi
     alternating     both in turns of 48 tokens within each text
     both kinds      every second request is unpredictable
 
-Arms: plain decoding, every fixed draft length, and adaptive. All arms take the same prompts in
-every round, in rotated order. Drafts are spoiled by a wrapper around the draft's engine, which
-costs a few microseconds per draft in all arms. Good: adaptive / best fixed >= 0.97, adaptive /
-plain >= 0.95, and every text is the plain one. (`best` includes plain decoding. In the mix of both
-kinds the best fixed choice is per kind: the predictable ones draft, the others do not.)
+Arms: plain decoding, every fixed draft length, and adaptive. All arms take a group of prompts
+before any takes the next one, in rotated order, so that the figures of a pair are seconds apart;
+the ranges are 95 % bootstrap intervals. Drafts are spoiled by a wrapper around the draft's engine,
+which costs a few microseconds per draft in all arms. Good: adaptive / best fixed >= 0.97, adaptive
+/ plain >= 0.95, and every text is the plain one. (`best` includes plain decoding. In the mix of
+both kinds the best fixed choice is per kind: the predictable ones draft, the others do not.)
 
     python -m tests.benchmarks.bench_adaptive [--engines DIR] [--rounds 5] [--max-tokens 192]
         [--cpu-time]
@@ -35,9 +36,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.benchmarks.engines import facts
@@ -45,6 +46,7 @@ from tests.support.runtimes import Outcome, make_request
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
 from toolkit.interfaces import StepEngine
+from toolkit.resampling import bootstrap_ratio_of_sums
 from toolkit.speculative.adaptive import AdaptiveSettings
 from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
 from toolkit.speculative.sampling import to_host
@@ -96,7 +98,7 @@ class SpoiledDraft:
 
 @dataclass
 class Arm:
-    """Tokens and seconds of each round."""
+    """Tokens and seconds of each group of prompts that ran together."""
 
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -181,44 +183,42 @@ def measure(
     reasons: dict[str, int] = {}
     drafted = [0] * max_draft_len
     together(runtime, prompts[:load], asked.max_tokens, lengths["adaptive"][:load], clock)  # warm
-    for turn in range(asked.rounds):
+    starts = range(0, len(prompts), load)
+    for turn, start in enumerate(asked.rounds * list(starts)):
+        part = slice(start, start + load)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            tokens, seconds = 0, 0.0
-            for start in range(0, len(prompts), load):
-                part = slice(start, start + load)
-                outcomes, spent = together(
-                    runtime, prompts[part], asked.max_tokens, lengths[name][part], clock
-                )
-                tokens += sum(len(outcome.ids) for outcome in outcomes)
-                seconds += spent
-                if name == "adaptive":
-                    ids = [outcome.ids for outcome in outcomes]
-                    same += sum(a == b for a, b in zip(ids, texts[part], strict=True))
-                    asked_texts += len(ids)
-                    for outcome in outcomes:
-                        for place, count in enumerate(outcome.stats.drafted_by_position):
-                            drafted[place] += count
-                        for reason, steps in outcome.stats.steps_by_reason.items():
-                            reasons[reason] = reasons.get(reason, 0) + steps
-            arms[name].tokens.append(tokens)
-            arms[name].seconds.append(seconds)
+            outcomes, spent = together(
+                runtime, prompts[part], asked.max_tokens, lengths[name][part], clock
+            )
+            arms[name].tokens.append(sum(len(outcome.ids) for outcome in outcomes))
+            arms[name].seconds.append(spent)
+            if name != "adaptive":
+                continue
+            ids = [outcome.ids for outcome in outcomes]
+            same += sum(a == b for a, b in zip(ids, texts[part], strict=True))
+            asked_texts += len(ids)
+            for outcome in outcomes:
+                for place, count in enumerate(outcome.stats.drafted_by_position):
+                    drafted[place] += count
+                for reason, steps in outcome.stats.steps_by_reason.items():
+                    reasons[reason] = reasons.get(reason, 0) + steps
     rates = {name: arm.rate for name, arm in arms.items()}
     best = max((name for name in names if name != "adaptive"), key=lambda name: rates[name])
 
-    def ratio(other: str) -> float:
-        """Of paired rounds, the median."""
-        return median(
-            theirs / ours
-            for ours, theirs in zip(arms["adaptive"].seconds, arms[other].seconds, strict=True)
+    def ratio(other: str) -> list[float]:
+        """[ratio of speeds, low end, high end], drawn from groups of prompts and rounds."""
+        ours, theirs = (
+            np.reshape(arms[name].seconds, (asked.rounds, -1)) for name in ("adaptive", other)
         )
+        return [round(figure, 4) for figure in bootstrap_ratio_of_sums(theirs, ours)]
 
     return {
         "mix": mix,
         "requests": load,
         "tokens_per_s": {name: round(rate) for name, rate in rates.items()},
         "best": best,
-        "adaptive_over_best": round(ratio(best), 4),
-        "adaptive_over_plain": round(ratio("plain"), 4),
+        "adaptive_over_best": ratio(best),
+        "adaptive_over_plain": ratio("plain"),
         "same_texts": [same, asked_texts],
         "steps_by_reason": reasons,
         "drafted_by_position": drafted,
@@ -269,11 +269,15 @@ def show(row: dict[str, Any]) -> None:
     same, texts = row["same_texts"]
     print(f"{row['mix']}, {row['requests']} at once: {rates} tokens/s")
     print(
-        f"    adaptive / {row['best']}: {row['adaptive_over_best']:.3f}   adaptive / plain:"
-        f" {row['adaptive_over_plain']:.3f}   texts as plain: {same} of {texts}   steps:"
+        f"    adaptive / {row['best']}: {_range(row['adaptive_over_best'])}   adaptive / plain:"
+        f" {_range(row['adaptive_over_plain'])}   texts as plain: {same} of {texts}   steps:"
         f" {row['steps_by_reason']}, drafted by position: {row['drafted_by_position']}",
         flush=True,
     )
+
+
+def _range(ratio: Sequence[float]) -> str:
+    return "{:.3f} ({:.3f}-{:.3f})".format(*ratio)
 
 
 def build_engines() -> None:
