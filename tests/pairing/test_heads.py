@@ -266,4 +266,4 @@ def test_fewer_positions_than_the_target_s_are_a_warning(target: Path, tmp_path:
     config = head_config(max_position_embeddings=64)
     proof = prove_pair(target, write_head(tmp_path, config=config), head="eagle3")
     (warning,) = [finding for finding in proof.findings if finding.severity == "warning"]
-    assert "target 256, head 64" in warning.detail
+    assert "target 1024, head 64" in warning.detail

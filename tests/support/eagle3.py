@@ -56,7 +56,7 @@ def head_config(
         "num_hidden_layers": 1,
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 1024,
         "rms_norm_eps": EPS,
         "rope_theta": ROPE_THETA,
         "hidden_act": "silu",

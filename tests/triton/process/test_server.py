@@ -76,7 +76,7 @@ def repository(tmp_path: Path) -> Callable[[str], Path]:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ends while it is read
         return False
 
 
