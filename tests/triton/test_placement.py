@@ -6,10 +6,19 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from toolkit.triton.placement import Crowding, claim_cores, move_thread, times_of_thread
+from toolkit.triton.placement import (
+    Crowding,
+    claim_cores,
+    keep_off,
+    let_on,
+    move_thread,
+    times_of_thread,
+    tritonserver_above,
+)
 
 # Numbers that no machine has, so that a server on this machine is not in the way.
 CORES = {70_001, 70_002, 70_003}
@@ -77,6 +86,39 @@ def test_only_the_calling_thread_moves() -> None:
     thread.join()
     assert seen == [{max(allowed)}]
     assert os.sched_getaffinity(0) == allowed
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_all_threads_of_another_process_leave_cores_and_come_back() -> None:
+    program = (
+        "import threading, sys; done = threading.Event()\n"
+        "threading.Thread(target=done.wait).start(); print('ready', flush=True)\n"
+        "sys.stdin.read(); done.set()"
+    )
+    allowed = os.sched_getaffinity(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        tasks = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert len(tasks) == 2
+
+        def seen() -> list[set[int]]:
+            return [os.sched_getaffinity(task) for task in tasks]
+
+        keep_off(process.pid, {max(allowed)})
+        assert seen() == [allowed - {max(allowed)}] * 2
+        keep_off(process.pid, allowed)  # it has to have some
+        assert seen() == [allowed - {max(allowed)}] * 2
+        let_on(process.pid, {max(allowed)})
+        assert seen() == [allowed] * 2
+        process.communicate()
+    keep_off(process.pid, {max(allowed)})  # it is gone
+
+
+def test_only_tritonserver_is_moved() -> None:
+    assert tritonserver_above() is None  # these tests run elsewhere
 
 
 S = 1_000_000_000

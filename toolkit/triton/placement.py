@@ -3,7 +3,7 @@
 A thread that has to send a chunk, in this process, in tritonserver or in a client on the same
 machine, may be woken on the core where a forward is running. The scheduler lets the forward go on
 until its next tick, up to 4 ms, so the chunk is late although another core is idle. Therefore the
-computing threads get cores that no other thread of this process may use.
+computing threads get cores that no other thread of this process or of tritonserver may use.
 
 Several servers can be on one machine, so a core is claimed: by a name in Linux's abstract namespace
 of sockets, which goes with the process, however that ends. A server that cannot claim enough cores
@@ -28,9 +28,11 @@ __all__ = [
     "Crowding",
     "Placement",
     "claim_cores",
+    "keep_off",
+    "let_on",
     "move_thread",
-    "move_threads_of_process",
     "times_of_thread",
+    "tritonserver_above",
 ]
 
 WINDOW_NS = 2_000_000_000
@@ -78,16 +80,40 @@ def claim_cores(count: int, allowed: Collection[int]) -> Placement | None:
     return None
 
 
-def move_threads_of_process(cores: Collection[int]) -> None:
-    """Let all present threads of this process, and those that they will start, use these cores."""
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(int(task.name), cores)
+def keep_off(process_id: int, cores: Collection[int]) -> None:
+    """Keep all present threads of a process, and those that they will start, off these cores."""
+    for task in _tasks(process_id):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or may use no others
+            os.sched_setaffinity(task, os.sched_getaffinity(task) - set(cores))
+
+
+def let_on(process_id: int, cores: Collection[int]) -> None:
+    """Let all present threads of a process, and those that they will start, use these, too."""
+    for task in _tasks(process_id):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(task, os.sched_getaffinity(task) | set(cores))
 
 
 def move_thread(cores: Collection[int]) -> None:
     """Let the calling thread, and those that it will start, use these cores."""
     os.sched_setaffinity(0, cores)
+
+
+def tritonserver_above() -> int | None:
+    """The tritonserver that runs this process's model; None if something else has started it."""
+    parent = os.getppid()
+    try:
+        name = Path(f"/proc/{parent}/comm").read_text().strip()
+    except OSError:
+        return None
+    return parent if name == "tritonserver" else None
+
+
+def _tasks(process_id: int) -> list[int]:
+    try:
+        return [int(task.name) for task in Path(f"/proc/{process_id}/task").iterdir()]
+    except OSError:  # it has ended
+        return []
 
 
 def times_of_thread(thread_id: int) -> tuple[int, int]:

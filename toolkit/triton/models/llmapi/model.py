@@ -38,9 +38,11 @@ try:
     from toolkit.triton.placement import (
         Crowding,
         claim_cores,
+        keep_off,
+        let_on,
         move_thread,
-        move_threads_of_process,
         times_of_thread,
+        tritonserver_above,
     )
     from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, traceback_of
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
@@ -127,7 +129,8 @@ class TritonPythonModel:
         allowed = os.sched_getaffinity(0)
         self._placement = claim_cores(len(allowed) if threads is None else int(threads), allowed)
         if self._placement is not None:
-            move_threads_of_process(self._placement.other)
+            for process in _placed_processes():
+                keep_off(process, self._placement.computing)
         self._crowding = Crowding()
         self._computing_thread: int | None = None  # its id in the system
 
@@ -161,8 +164,7 @@ class TritonPythonModel:
         self._outbox.put(None)
         self._sender.join()
         self._runtime.close()
-        if self._placement is not None:
-            self._placement.close()
+        self._give_up_cores()
 
     # Called by Triton: check a request, then submit or refuse it.
 
@@ -375,9 +377,21 @@ class TritonPythonModel:
             pb_utils.Logger.log_info(
                 "other processes use the computing cores; the scheduler places the threads now"
             )
-            move_threads_of_process(self._placement.computing | self._placement.other)
-            self._placement.close()
-            self._placement = None
+            self._give_up_cores()
+
+    def _give_up_cores(self) -> None:
+        if self._placement is None:
+            return
+        for process in _placed_processes():
+            let_on(process, self._placement.computing | self._placement.other)
+        self._placement.close()
+        self._placement = None
+
+
+def _placed_processes() -> list[int]:
+    """This one, and the server, which writes what is sent."""
+    server = tritonserver_above()
+    return [os.getpid()] if server is None else [os.getpid(), server]
 
 
 def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
