@@ -4,6 +4,7 @@ its arithmetic on times.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -25,6 +26,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from toolkit import client as client_module
 from toolkit.client import (
     ALWAYS,
+    STREAM_END_S,
     TENSORS,
     Client,
     ModelInterface,
@@ -68,22 +70,25 @@ class Script(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
         self.script = script
         self.requests: list[Any] = []
         self.cancelled = threading.Event()
+        self.over = threading.Event()
 
     def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
         return service_pb2.ModelConfigResponse(config=self.config)
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         self.requests.append(next(requests))
-        context.add_callback(
-            lambda: None if context.code() == grpc.StatusCode.OK else self.cancelled.set()
-        )
-        for step in self.script:
-            if isinstance(step, grpc.StatusCode):
-                context.abort(step, "on purpose")
-            elif isinstance(step, float):
-                time.sleep(step)
-            else:
-                yield step
+        try:
+            for step in self.script:
+                if isinstance(step, grpc.StatusCode):
+                    context.abort(step, "on purpose")
+                elif isinstance(step, float):
+                    time.sleep(step)
+                else:
+                    yield step
+        finally:
+            if not context.is_active():
+                self.cancelled.set()
+            self.over.set()
 
 
 @pytest.fixture
@@ -122,6 +127,7 @@ STREAM = (
     answer(text_output=[""], output_ids=[2, 3], num_output_tokens=[3]),
     answer(text_output=["bc"], output_ids=[], num_output_tokens=[3], **STATISTICS),
 )
+REFUSAL = service_pb2.ModelStreamInferResponse(error_message="too long")
 
 
 def test_every_option_and_question_is_an_input_of_the_model() -> None:
@@ -244,8 +250,7 @@ def test_a_model_that_repeats_its_text_is_understood(serve: Callable[..., Any]) 
 
 
 def test_an_error_of_the_server_is_a_refusal_with_its_text(serve: Callable[..., Any]) -> None:
-    refusal = service_pb2.ModelStreamInferResponse(error_message="too long")
-    client, _ = serve(STREAM[0], refusal)
+    client, _ = serve(STREAM[0], REFUSAL)
     chunks = client.stream("x")
     assert next(chunks).text == "a"
     with pytest.raises(RequestRefused, match="too long"):
@@ -274,6 +279,26 @@ def test_closing_a_stream_cancels_it_on_the_server(serve: Callable[..., Any]) ->
     chunks = client.stream("x")
     next(chunks)
     chunks.close()
+    assert service.cancelled.wait(5)
+
+
+@pytest.mark.parametrize("script", [[REFUSAL, 0.3], [*STREAM, 0.3]])
+def test_an_answered_stream_is_not_cancelled_before_the_server_ends_it(
+    serve: Callable[..., Any], script: list[Any]
+) -> None:
+    client, service = serve(*script)
+    with contextlib.suppress(RequestRefused):
+        for chunk in client.stream("x"):
+            if chunk.finish_reason is not None:
+                break
+    assert service.over.wait(5)
+    assert not service.cancelled.is_set()
+
+
+def test_a_server_that_does_not_end_an_answered_stream_is_left(serve: Callable[..., Any]) -> None:
+    client, service = serve(REFUSAL, STREAM_END_S + 0.5, STREAM[0])
+    with pytest.raises(RequestRefused):
+        list(client.stream("x"))
     assert service.cancelled.wait(5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -181,16 +182,44 @@ class Odd(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_server_that_answers_something_else_is_a_503(streams: bool) -> None:
+class Refusing(Odd):
+    """A server that refuses, and ends the stream a moment later."""
+
+    def __init__(self) -> None:
+        self.was_left = queue.SimpleQueue[bool]()
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        next(requests)
+        try:
+            yield service_pb2.ModelStreamInferResponse(error_message="too long")
+            time.sleep(0.3)
+        finally:
+            self.was_left.put(not context.is_active())
+
+
+@contextmanager
+def served(service: Odd) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Odd(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
-        with gateway(lambda: TritonBackend(f"127.0.0.1:{port}")) as url:
-            status, _, answer = post(url, "/v1/completions", body(stream=streams))
+        yield address
     finally:
         server.stop(None)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_server_that_answers_something_else_is_a_503(streams: bool) -> None:
+    with served(Odd()) as address, gateway(lambda: TritonBackend(address)) as url:
+        status, _, answer = post(url, "/v1/completions", body(stream=streams))
     assert status == 503
     assert "not one of a model of text" in answer["error"]["message"]
+
+
+def test_a_server_that_has_refused_is_left_when_it_has_ended_the_stream() -> None:
+    service = Refusing()
+    with served(service) as address, gateway(lambda: TritonBackend(address)) as url:
+        status, _, answer = post(url, "/v1/completions", body())
+        assert (status, answer["error"]["message"]) == (400, "too long")
+        assert not service.was_left.get(timeout=5)

@@ -11,6 +11,7 @@ this program starts it again, as a service manager would. The exit code is 1 if 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -27,9 +28,18 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.soak.traffic import ANSWER_S, Answer, Server, Traffic, compare, references
+from tests.soak.traffic import (
+    ANSWER_S,
+    HOSTILE,
+    Answer,
+    Attack,
+    Server,
+    Traffic,
+    compare,
+    references,
+)
 from tests.soak.watch import Sample, Watch, leftovers, stub_of
-from toolkit.client import read_prompts, timing
+from toolkit.client import RequestRefused, read_prompts, timing
 from toolkit.errors import ServerError
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.contract import MODEL
@@ -53,11 +63,14 @@ BACK_S = 60.0
 
 @dataclass
 class Life:
-    """One process of the server, from ready to its end. filled: requests before `ready_ns`."""
+    """One process of the server, from ready to its end. filled, refused: requests before
+    `ready_ns` that were answered, and that the model refused.
+    """
 
     server: Server
     ready_ns: int
     filled: int
+    refused: int
     answers: list[Answer] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
@@ -84,8 +97,8 @@ class Soak:
 
     def begin_life(self, server: TritonServer) -> None:
         started = Server.at(server.grpc_url)
-        filled = fill(started)
-        self.lives.append(Life(started, time.monotonic_ns(), filled))
+        filled, refused = fill(started), attack(started, self._concurrency)
+        self.lives.append(Life(started, time.monotonic_ns(), filled, refused))
         self._is_up.set()
 
     def run(self, server: TritonServer, seconds: float) -> tuple[int, int]:
@@ -141,6 +154,21 @@ def fill(server: Server) -> int:
     options = {"max_tokens": FILLING_TOKENS, "temperature": 2.0}
     server.client.measure([FILLING_PROMPT] * SLOTS, concurrency=SLOTS, **options)
     return SLOTS
+
+
+def attack(server: Server, concurrency: int) -> int:
+    """Send every hostile request `concurrency` times at once, since a heap keeps the size that it
+    once needed: how many requests the model refused. What grows afterwards is a leak.
+    """
+
+    def send(make: Attack) -> None:
+        with contextlib.suppress(RequestRefused):
+            server.send(make(server))
+
+    for make in HOSTILE.values():
+        with ThreadPoolExecutor(concurrency) as pool:
+            list(pool.map(send, [make] * concurrency))
+    return concurrency * len(HOSTILE)
 
 
 def wait_for_end(server: TritonServer) -> None:
@@ -256,7 +284,7 @@ def _counted(life: Life, page: str) -> Iterator[Check]:
             server["stop"] + server["length"] + server["cancelled"],
             client["answered"] + client["cancelled"] + life.filled,
         ),
-        ("refused", server["refused"], client["refused"]),
+        ("refused", server["refused"], client["refused"] + life.refused),
         (
             "deadline, overloaded, error",
             sum(server[o] for o in ("deadline", "overloaded", "error")),

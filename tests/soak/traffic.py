@@ -15,6 +15,7 @@ is not batch-invariant. The logits behind the reference say where.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -40,7 +41,10 @@ from toolkit.triton.tensors.contract import MODEL
 
 __all__ = [
     "ANSWER_S",
+    "HOSTILE",
+    "MALFORMED",
     "Answer",
+    "Attack",
     "Case",
     "Kind",
     "Outcome",
@@ -126,19 +130,29 @@ class Server:
         model = self.client.model or ""
         return interface.request(model, prompt, Options(**options), "", streaming=True)
 
-    def send(self, message: Any) -> None:
-        """Raises RequestRefused with the server's reason, or ServerUnavailable."""
+    def send(self, message: Any, *, hangs_up: bool = False) -> None:
+        """Raises RequestRefused with the server's reason, or ServerUnavailable.
+
+        hangs_up: cancel the stream at once when an error comes. Else it is read to its end, as
+        `Client` reads it: Triton 24.10 keeps a request for ever whose client hangs up in between.
+        """
         stub = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
+        call = stub.ModelStreamInfer(iter([message]), timeout=ANSWER_S)
+        errors = (response.error_message for response in call)
         try:
-            for response in stub.ModelStreamInfer(iter([message]), timeout=ANSWER_S):
-                if response.error_message.startswith("Stub process"):
-                    raise ServerUnavailable(response.error_message)
-                if response.error_message:
-                    raise RequestRefused(response.error_message)
+            reason = next((error for error in errors if error), None)
+            if hangs_up:
+                call.cancel()
+            else:
+                collections.deque(errors, maxlen=0)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 raise ServerUnavailable(str(error.details())) from error
             raise RequestRefused(f"{error.code()}: {error.details()}") from error
+        if reason is not None and reason.startswith("Stub process"):
+            raise ServerUnavailable(reason)
+        if reason is not None:
+            raise RequestRefused(reason)
 
 
 def _text_input(message: Any, raw: bytes | None = None, **fields: Any) -> Any:
@@ -181,6 +195,7 @@ MODEL_REFUSES: dict[str, Attack] = {
     ),
     "a negative number of tokens": lambda server: server.message("abcd", max_tokens=-1),
 }
+MALFORMED = TRITON_REFUSES | MODEL_REFUSES
 HOSTILE: dict[str, Attack] = {
     "100,000 stop words": lambda server: server.message(
         "abcd", max_tokens=64, stop=tuple(f"word {number}" for number in range(100_000))
@@ -235,7 +250,7 @@ class Traffic:
 
         try:
             if kind in ("malformed", "hostile"):
-                attacks = (TRITON_REFUSES | MODEL_REFUSES) if kind == "malformed" else HOSTILE
+                attacks = MALFORMED if kind == "malformed" else HOSTILE
                 name = chance.choice(list(attacks))
                 message = attacks[name](server)
                 try:

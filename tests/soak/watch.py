@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import tempfile
 import threading
 import time
@@ -11,16 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Sample", "Watch", "leftovers", "stub_of", "tree"]
+from toolkit.process.workspace import LOCK_FILE, WORKSPACE_PREFIX
+
+__all__ = ["Sample", "Watch", "leftovers", "sample_of", "stub_of", "tree"]
 
 INTERVAL_S = 1.0
 PROC = Path("/proc")
+COUNTED = ("Pss_Anon:", "Pss_Shmem:")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The sums over a tree of processes at one time. memory: resident bytes, shared ones shared
-    out (Pss).
+    out (Pss), without mapped files: how much of these counts depends on who else maps them.
     """
 
     at_ns: int
@@ -52,9 +56,22 @@ def stub_of(root: int, model: str) -> int:
 
 
 def leftovers() -> set[str]:
-    """Shared-memory regions, and folders of servers in the temporary folder."""
-    folders = Path(tempfile.gettempdir()).glob("toolkit-*")
-    return {str(path) for path in (*Path("/dev/shm").iterdir(), *folders)}
+    """Shared-memory regions, and folders of servers in the temporary folder; without those of
+    servers that run, which may be somebody else's.
+    """
+    folders = list(Path(tempfile.gettempdir()).glob(f"{WORKSPACE_PREFIX}*"))
+    running = tuple(folder.name for folder in folders if _is_held(folder / LOCK_FILE))
+    paths = [*Path("/dev/shm").iterdir(), *folders]
+    return {str(path) for path in paths if not path.name.startswith(running)}
+
+
+def _is_held(lock: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), lock.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 class Watch:
@@ -83,21 +100,22 @@ class Watch:
         while not self._stop.wait(INTERVAL_S):
             root = self._root()
             if root is not None:
-                held = list(_held(tree(root)))
-                self.samples.append(
-                    Sample(
-                        time.monotonic_ns(), *(sum(column) for column in zip(*held, strict=True))
-                    )
-                )
+                self.samples.append(sample_of(root))
+
+
+def sample_of(root: int) -> Sample:
+    """What a process and all its descendants hold now."""
+    held = list(_held(tree(root)))
+    return Sample(time.monotonic_ns(), *(sum(column) for column in zip(*held, strict=True)))
 
 
 def _held(processes: list[int]) -> Iterator[tuple[int, int, int]]:
     yield (0, 0, 0)
     for process in processes:
         folder = PROC / str(process)
-        with contextlib.suppress(OSError, StopIteration):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             rollup = (folder / "smaps_rollup").read_text().splitlines()
-            kilobytes = next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
+            kilobytes = sum(int(line.split()[1]) for line in rollup if line.startswith(COUNTED))
             files = sum(1 for _ in (folder / "fd").iterdir())
             threads = sum(1 for _ in (folder / "task").iterdir())
             yield (1024 * kilobytes, files, threads)

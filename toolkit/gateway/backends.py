@@ -8,6 +8,7 @@ the iteration cancels the request on the server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import struct
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.client import (
     MODELS,
+    STREAM_END_S,
     AnswerReader,
     Chunk,
     ClientError,
@@ -153,6 +155,9 @@ class TritonBackend:
                 f"{self.url}: the answer is not one of a model of text ({error!r})"
             ) from error
         finally:
+            if reader.has_ended:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(call.code(), STREAM_END_S)
             call.cancel()  # does nothing if the call is over
         reader.check_complete()
 
