@@ -34,6 +34,7 @@ from toolkit.engines.embedded.model import (
     build,
 )
 from toolkit.engines.embedded.rope import rope_tables
+from toolkit.facts.embedded import LAUNCHES_PER_LAYER
 
 NATIVE = Native(fp8=True, int8=True)
 SLOTS, CAPACITY = 8, 4096
@@ -230,6 +231,15 @@ def test_a_step_copies_no_more_of_the_cache_than_it_sees(algo: str, step: str) -
     is_view = algo == "NO_QUANT" and step in ("one token", "a batch")
     assert bool(copies) is not is_view  # slots of one length that are consecutive
     assert max(size.numel() for size in sizes) < CAPACITY * 2 * 10  # less than one slot
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_layer_launches_no_more_than_its_cost_says(algo: str, dtype: torch.dtype) -> None:
+    counts = [
+        len(watched(algo, "one token", dtype=dtype, layers=layers)[1].launched) for layers in (1, 2)
+    ]
+    assert LAUNCHES_PER_LAYER / 4 < counts[1] - counts[0] <= LAUNCHES_PER_LAYER
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])

@@ -373,16 +373,18 @@ def _int8_product(codes: Tensor, linear: Linear) -> Tensor:
     """
     assert linear.scale is not None
     rows = codes.reshape(-1, codes.shape[-1])
-    few = max(0, INT8_ROWS - len(rows))
-    integers = F.pad(_padded(rows, linear).to(torch.int8), (0, 0, 0, few))
+    integers = _padded(rows.to(torch.int8), linear, INT8_ROWS)
     sums = torch._int_mm(integers, linear.weight.t())[: len(rows), : len(linear.scale)]
     zero_or_nan = (rows * 0).sum(-1, keepdim=True)
     return (sums.to(codes.dtype) + zero_or_nan).view(*codes.shape[:-1], -1)
 
 
-def _padded(rows: Tensor, linear: Linear) -> Tensor:
-    """rows [m, in], with zeros up to the columns of weights that are padded for the device."""
-    return F.pad(rows, (0, linear.weight.shape[1] - rows.shape[1]))
+def _padded(codes: Tensor, linear: Linear, rows: int = 0) -> Tensor:
+    """codes [m, in], with zeros up to the columns of the weights, which are padded for the device,
+    and up to so many rows.
+    """
+    missing = (0, linear.weight.shape[1] - codes.shape[1], 0, max(0, rows - len(codes)))
+    return F.pad(codes, missing) if any(missing) else codes
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
