@@ -48,6 +48,7 @@ __all__ = [
     "allocate_caches",
     "eager_engine",
     "eager_runner",
+    "exact_products",
     "groups_of",
     "native_products",
     "open_checkpoint",
@@ -200,6 +201,7 @@ def open_checkpoint(
         max_seq_len=max_seq_len,
         max_step_tokens=max_step_tokens,
         device=device,
+        native=exact_products(device),
     )
 
 
@@ -215,12 +217,12 @@ def eager_engine(
     device: Device = "cpu",
     native: Native | None = None,
 ) -> EmbeddedEngine:
-    """An engine that runs fused tensors (see weights.py) in plain torch on `device`. native: None
-    for the products that it has.
+    """An engine that runs fused tensors (see weights.py) in plain torch on `device`. native: the
+    products of codes that the device computes; None for none.
     """
     compute, place = getattr(torch, dtype), torch.device(device)
     capacity = max_seq_len + max_step_tokens
-    native = native or native_products(device)
+    native = native or Native()
     prepared = {
         name: prepare_weight(name, tensor, compute, native).to(place)
         for name, tensor in tensors.items()
@@ -336,6 +338,11 @@ def native_products(device: Device) -> Native:
     return Native(
         fp8=capability >= NATIVE_FP8_CAPABILITY, int8=capability >= NATIVE_INT8_CAPABILITY
     )
+
+
+def exact_products(device: Device) -> Native:
+    """Those whose results are the same as in floats: INT8's. FP8's are rounded in another order."""
+    return Native(int8=native_products(device).int8)
 
 
 def prepare_weight(name: str, tensor: Tensor, dtype: torch.dtype, native: Native) -> Tensor:

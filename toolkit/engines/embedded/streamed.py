@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from toolkit.checkpoints.quantized import Checkpoint, open_checkpoint
 from toolkit.engines.embedded.engine import (
     allocate_caches,
+    exact_products,
     groups_of,
-    native_products,
     prepare_weight,
 )
 from toolkit.engines.embedded.model import (
@@ -107,8 +107,7 @@ def stream_texts(
     is_fp8 = checkpoint.quantization.kv_cache_quant_algo == "FP8"
     cache_dtype = torch.float8_e4m3fn if is_fp8 else compute
     (cache,) = allocate_caches(replace(shape, num_layers=1), 1, longest, cache_dtype, place)
-    # INT8 products are the same however they are computed; FP8's are rounded as on a CPU.
-    native = replace(native_products(device), fp8=False)
+    native = exact_products(device)
     ops = TorchOps(native)
     with torch.inference_mode():
         first, hidden = _load_state(state, made_with)
