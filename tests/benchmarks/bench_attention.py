@@ -36,7 +36,8 @@ def attention(
     qkv = torch.randn(len(lengths), 1, (HEADS + 2 * KV_HEADS) * DIM)
     angles = torch.rand(CAPACITY, DIM // 2)
     slots = torch.arange(len(lengths)) + (0 if max(lengths) == LONG else 1)
-    step = Step(slots, torch.tensor(lengths), angles.cos(), angles.sin())
+    starts = torch.arange(len(lengths))
+    step = Step(slots, torch.tensor(lengths), starts, angles.cos(), angles.sin())
     return lambda: ops.attention(qkv, cache, step, HOW)
 
 

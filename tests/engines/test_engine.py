@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engines.contract import StepEngineContract
-from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint, unused_zeros
+from toolkit.engines.embedded.engine import (
+    EmbeddedEngine,
+    groups_of,
+    open_checkpoint,
+    unused_zeros,
+)
 from toolkit.engines.embedded.model import Attention, Step, TorchOps
 
 
@@ -41,13 +47,10 @@ class TestFloat32(StepEngineContract):
 def test_a_nan_that_a_former_request_left_in_its_slot_is_never_read() -> None:
     """A longer sequence beside it makes the step read that far."""
     size, how = (2, 1, 32, 8), Attention(1, 1, 8, 1e-5, None, None, None, None, None)
-    step = Step(
-        torch.tensor([0, 1]),
-        torch.tensor([2, 20]),
-        torch.tensor([0, 1]),
-        torch.ones(32, 4),
-        torch.zeros(32, 4),
-    )
+    slots, lengths, starts = np.array([0, 1]), np.array([2, 20]), np.array([0, 1])
+    unrotated = torch.ones(32, 4), torch.zeros(32, 4)
+    groups = groups_of(slots, lengths, starts, 2, *unrotated)
+    step = Step(*map(torch.from_numpy, (slots, lengths, starts)), *unrotated, groups)
     qkv = torch.randn(2, 1, 24, generator=torch.Generator().manual_seed(1))
     clean = TorchOps().attention(qkv, (torch.ones(size), torch.ones(size)), step, how)
     cache = torch.ones(size), torch.ones(size)

@@ -196,3 +196,28 @@ def test_a_container_whose_packages_are_not_seen_is_recognised(
     assert diagnosis.status == ("warn" if has_it else "ok")
     assert ("does not see it" in diagnosis.detail) is has_it
     assert ("trtllm-install.sh" in (diagnosis.hint or "")) is has_it
+
+
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ((), "avx2 avx512f"),
+        (("avx512_bf16",), "no BF16 products"),
+        (("avx512vbmi",), "no BF16 products"),
+        (("avx512_vnni", "avx512_bf16"), "no VNNI"),
+        (("avx512f", "avx512_vnni", "avx512_bf16", "avx512vbmi"), "no AVX-512: compiled engines"),
+    ],
+)
+def test_what_a_processor_lacks_is_said_with_its_cost(lacking: tuple[str, ...], said: str) -> None:
+    every = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512vbmi"}
+    diagnosis = doctor._instruction_set("x86_64", frozenset(every - {*lacking}), "avx2 avx512f")
+    assert diagnosis.status == "ok"
+    assert said in diagnosis.detail
+    assert ("(" in diagnosis.detail) is bool(lacking)
+
+
+def test_a_processor_that_runs_no_kernels_is_told_what_to_do() -> None:
+    old = doctor._instruction_set("x86_64", frozenset({"avx"}), "")
+    assert (old.status, old.detail) == ("warn", "no AVX2")
+    assert old.hint and "engine.mode: eager" in old.hint
+    assert doctor._instruction_set("aarch64", frozenset(), "").status == "missing"

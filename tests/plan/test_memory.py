@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +14,17 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.deployments import FP8, config_of, subject
 from toolkit.checkpoints.quantized import open_checkpoint
 from toolkit.checkpoints.reader import read_index
-from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
+from toolkit.checkpoints.shape import ModelShape, linear_params, parse_shape, read_shape
 from toolkit.engines.embedded.compile import prepare
 from toolkit.engines.embedded.weights import fuse
-from toolkit.facts.embedded import PREFILL_TOKENS
+from toolkit.facts.embedded import PREFILL_TOKENS, gains_from_gpu
+from toolkit.facts.gpus import GPUS
 from toolkit.facts.models import CONFIGS
 from toolkit.plan import memory
 from toolkit.plan.make import make_plan
 from toolkit.plan.memory import (
     judge_memory,
     kv_bytes_per_token,
-    linear_params,
     memory_of,
     parameters,
     weight_bytes,
@@ -130,6 +131,38 @@ def test_a_slot_of_the_embedded_engine_has_room_for_one_forward_more() -> None:
     _, long = memory_of(subject("torch", engine__prefill_chunk_len=512), HOST)
     slots = subject("torch").config.engine.max_batch_size
     assert long.kv_tokens - short.kv_tokens == slots * (512 - 64)
+
+
+def test_the_embedded_engine_takes_a_gpu_only_for_models_that_gain() -> None:
+    gains = {
+        name: gains_from_gpu(linear_params(shape(name)), "FP8")
+        for name in ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct")
+    }
+    assert list(gains.values()) == [False, True]  # 15 and 61 million weights in a layer
+    assert gains_from_gpu(linear_params(shape("Qwen/Qwen2.5-0.5B-Instruct")), "NO_QUANT")
+
+
+@pytest.mark.parametrize(
+    ("device", "hub_id", "place"),
+    [
+        ("auto", "Qwen/Qwen2.5-0.5B-Instruct", "the machine"),
+        ("auto", "meta-llama/Llama-3.1-8B-Instruct", "each GPU"),
+        ("cpu", "meta-llama/Llama-3.1-8B-Instruct", "the machine"),
+        ("cuda", "Qwen/Qwen2.5-0.5B-Instruct", "each GPU"),
+    ],
+)
+def test_the_memory_of_the_embedded_engine_is_that_of_its_device(
+    device: str, hub_id: str, place: str
+) -> None:
+    deployment = subject("torch", engine__device=device, target__quantization=FP8)
+    shapes = dict.fromkeys(deployment.shapes, shape(hub_id))
+    deployment = replace(deployment, shapes=shapes, gpu=GPUS["H200"])
+    stages, _ = memory_of(deployment, HOST)
+    assert stages[-1].place == place
+    slot_tokens = re.search(r"slots x (\d+) tokens", stages[-1].items[-1].formula)
+    assert slot_tokens is not None
+    chunk = 64 if place == "the machine" else 256
+    assert int(slot_tokens[1]) == deployment.config.engine.max_seq_len + chunk
 
 
 @pytest.mark.parametrize("tied", [True, False])

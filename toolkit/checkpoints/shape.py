@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.errors import CheckpointError
 
-__all__ = ["FAMILIES", "Family", "ModelShape", "parse_shape", "read_shape"]
+__all__ = ["FAMILIES", "Family", "ModelShape", "linear_params", "parse_shape", "read_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,16 @@ def read_shape(directory: Path) -> ModelShape:
 def parse_shape(config: dict[str, Any], *, where: str | Path) -> ModelShape:
     """Like read_shape, for a config.json that is already in memory. `where` is for messages."""
     return _shape(_Stated(config, where), _Stated({}, where))
+
+
+def linear_params(shape: ModelShape, tp_size: int = 1) -> int:
+    """The number of weights in one layer's linears that one of tp_size ranks holds.
+
+    If there are fewer KV heads than ranks, each rank holds a copy of one KV head.
+    """
+    kv_heads = max(1, shape.num_kv_heads // tp_size)
+    attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads // tp_size + 2 * kv_heads)
+    return attention + 3 * shape.hidden_size * shape.intermediate_size // tp_size
 
 
 def _shape(stated: _Stated, generated: _Stated) -> ModelShape:

@@ -335,7 +335,8 @@ class TorchEngineConfig(EngineLengths):
     mode: EngineMode = "auto"
     dtype: ComputeDtype = "float32"
     threads: Count | None = None  # None: all cores this process may use
-    prefill_chunk_len: Count = 64  # tokens of a prompt in one forward
+    # Tokens of a prompt in one forward; None: 64 on a CPU, 256 on a GPU
+    prefill_chunk_len: Count | None = None
 
     @property
     def version(self) -> None:

@@ -277,6 +277,7 @@ class _Reader:
                 )
                 continue
             name = self._scalar(key, path)
+            here = (*path, name)
             if name == "<<":
                 self.fault(
                     key,
@@ -285,17 +286,17 @@ class _Reader:
                     "Write the keys out, or use an alias for each value.",
                 )
             elif name in data:
-                first = self.source.keys[(*path, name)]
+                first = self.source.keys[here]
                 where = f"on line {first.line}" if first.line is not None else "before"
                 self.fault(
                     key,
-                    (*path, name),
+                    here,
                     f"is a duplicate key; it is also {where}",
                     "Keep only one of the two lines.",
                 )
             else:
-                self.source.keys[(*path, name)] = self.place(key)
-                data[name] = self.build(value, (*path, name))
+                self.source.keys[here] = self.place(key)
+                data[name] = self.build(value, here)
         return data
 
     def _scalar(self, node: Any, path: KeyPath) -> Any:

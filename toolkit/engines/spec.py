@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+from toolkit.checkpoints.shape import linear_params, read_shape
 from toolkit.config.schema import (
     DeploymentConfig,
     TensorRtLlmConfig,
@@ -15,7 +16,8 @@ from toolkit.config.schema import (
     TrtEngineConfig,
     VllmConfig,
 )
-from toolkit.errors import UsageError
+from toolkit.errors import CheckpointError, UsageError
+from toolkit.facts.embedded import gains_from_gpu, prefill_tokens
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec, VllmSpec
 from toolkit.pipeline.machine import gpus
 from toolkit.words import Device, Role
@@ -33,12 +35,15 @@ def engine_spec(config: DeploymentConfig, role: Role) -> EngineSpec:
         max_draft_len=config.speculation.longest_draft if role == "target" else 0,
     )
     if isinstance(engine, TorchEngineConfig):
+        device = _device(engine.device)
+        if engine.device == "auto" and device == "cuda" and not _target_gains(config):
+            device = "cpu"
         return replace(
             spec,
             dtype=engine.dtype,
-            device=_device(engine.device),
+            device=device,
             mode=engine.mode,
-            prefill_chunk_len=engine.prefill_chunk_len,
+            prefill_chunk_len=engine.prefill_chunk_len or prefill_tokens(device),
         )
     if isinstance(engine, VllmConfig):
         settings = _vllm_spec(config, engine)
@@ -102,6 +107,17 @@ def _vllm_spec(config: DeploymentConfig, engine: VllmConfig) -> VllmSpec:
         samples_drafts=speculation.acceptance == "rejection",
         trust_remote_code=any(model.trust_remote_code for model in config.models.values()),
     )
+
+
+def _target_gains(config: DeploymentConfig) -> bool:
+    """Whether the target gains from a GPU; the draft runs where the target does. A checkpoint that
+    cannot be read is a fault that other code reports.
+    """
+    try:
+        shape = read_shape(config.target.checkpoint)
+    except CheckpointError:
+        return True
+    return gains_from_gpu(linear_params(shape), config.target.quantization.quant_algo)
 
 
 def _device(asked: Literal["auto", Device]) -> Device:

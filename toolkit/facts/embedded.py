@@ -1,13 +1,43 @@
-"""How the embedded engine holds a model on a CPU: what its package compiles and what the plan
-counts.
+"""How the embedded engine holds a model: what its package compiles and what the plan counts; and
+which models gain from a GPU.
 """
 
 from __future__ import annotations
 
-__all__ = ["BLOCK", "PREFILL_TOKENS", "slot_tokens"]
+from toolkit.words import Device, QuantAlgo
+
+__all__ = [
+    "BLOCK",
+    "LAUNCHES_PER_LAYER",
+    "PREFILL_TOKENS",
+    "gains_from_gpu",
+    "prefill_tokens",
+    "slot_tokens",
+]
 
 BLOCK = 64  # rows of a packed block of weights, and the step in which caches grow
 PREFILL_TOKENS = 64  # max tokens per sequence in one forward; a longer prompt comes in chunks
+# On a GPU, where a forward of few tokens costs as much as one of many.
+GPU_PREFILL_TOKENS = 256
+# On a GPU the engine is plain torch, which launches up to so many operations for a layer and a
+# token (tests/engines/test_cuda.py counts them). Assumed, never measured: what a launch takes, and
+# how fast a CPU reads weights.
+LAUNCHES_PER_LAYER = 120
+LAUNCH_S = 5e-6
+CPU_BYTES_PER_S = 40e9
+
+
+def prefill_tokens(device: Device) -> int:
+    """The tokens of a prompt in one forward, unless the YAML says so."""
+    return PREFILL_TOKENS if device == "cpu" else GPU_PREFILL_TOKENS
+
+
+def gains_from_gpu(layer_weights: int, quant_algo: QuantAlgo) -> bool:
+    """Whether a CPU takes longer to read the weights of a layer's linears than it takes to launch
+    the layer on a GPU: from 24 MB on. A smaller model decodes more slowly on the GPU.
+    """
+    num_bytes = layer_weights * (2 if quant_algo == "NO_QUANT" else 1)
+    return num_bytes / CPU_BYTES_PER_S > LAUNCHES_PER_LAYER * LAUNCH_S
 
 
 def slot_tokens(max_seq_len: int, max_step_tokens: int = PREFILL_TOKENS) -> int:

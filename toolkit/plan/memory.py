@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from toolkit.checkpoints.shape import ModelShape
+from toolkit.checkpoints.shape import ModelShape, linear_params
 from toolkit.config.schema import (
     CalibrationConfig,
     ModelConfig,
@@ -19,7 +19,7 @@ from toolkit.config.schema import (
     TorchEngineConfig,
     VllmConfig,
 )
-from toolkit.facts.embedded import slot_tokens
+from toolkit.facts.embedded import gains_from_gpu, prefill_tokens, slot_tokens
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.vllm import CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS, default_batched_tokens
 from toolkit.plan.subject import Subject, can_split, max_num_tokens
@@ -29,7 +29,6 @@ from toolkit.words import KvCacheQuantAlgo, MemoryPlace, QuantAlgo, Role
 __all__ = [
     "judge_memory",
     "kv_bytes_per_token",
-    "linear_params",
     "memory_of",
     "parameters",
     "parameters_text",
@@ -64,16 +63,6 @@ VLLM_PROCESSES = 2
 VLLM_PROCESS_BYTES = 5 * GIB // 8
 FULLEST_GPU = 0.95  # of a GPU's memory that vLLM may be given; the driver and others need the rest
 TP_SIZES = (1, 2, 4, 8, 16)
-
-
-def linear_params(shape: ModelShape, tp_size: int = 1) -> int:
-    """The number of weights in one layer's linears that one of tp_size ranks holds.
-
-    If there are fewer KV heads than ranks, each rank holds a copy of one KV head.
-    """
-    kv_heads = max(1, shape.num_kv_heads // tp_size)
-    attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads // tp_size + 2 * kv_heads)
-    return attention + 3 * shape.hidden_size * shape.intermediate_size // tp_size
 
 
 def parameters(shape: ModelShape) -> int:
@@ -299,7 +288,7 @@ def _embedded(
     On a CPU a slot takes memory as it is used; that all have to fit is what the plan asks for.
     """
     width = DTYPE_BYTES[engine.dtype]
-    on_gpu = subject.gpu is not None and engine.device != "cpu"
+    on_gpu = subject.gpu is not None and _takes_gpu(subject, engine)
     is_packed = not on_gpu and engine.mode != "eager" and engine.dtype != "float64"
     items = []
     for role, shape in subject.shapes.items():
@@ -317,7 +306,8 @@ def _embedded(
         for role, shape in subject.shapes.items()
     }
     # The last forward of a slot may be padded beyond max_seq_len.
-    step_tokens = max(engine.prefill_chunk_len, subject.draft_len + 1)
+    chunk = engine.prefill_chunk_len or prefill_tokens("cuda" if on_gpu else "cpu")
+    step_tokens = max(chunk, subject.draft_len + 1)
     token_bytes, slot = sum(per_token.values()), slot_tokens(engine.max_seq_len, step_tokens)
     items += [MemoryItem("runtime", RUNTIME_BYTES["torch"], "assumed: libraries and workspaces")]
     available = subject.gpu.memory_bytes if subject.gpu is not None and on_gpu else host_bytes
@@ -341,6 +331,14 @@ def _embedded(
         draft_share=per_token.get("draft", 0) / token_bytes,
     )
     return StageMemory("serve", place, tuple(items), available), serving
+
+
+def _takes_gpu(subject: Subject, engine: TorchEngineConfig) -> bool:
+    """Whether the embedded engine would run on a GPU if there is one."""
+    target = subject.shapes.get("target")
+    if engine.device != "auto" or target is None:
+        return engine.device != "cpu"
+    return gains_from_gpu(linear_params(target), _algo(subject, "target"))
 
 
 def _vllm(subject: Subject, engine: VllmConfig, host_bytes: int) -> tuple[StageMemory, Serving]:

@@ -10,10 +10,10 @@ tokens are drafted and each is accepted at rate a, a target forward yields
 
 from __future__ import annotations
 
-from toolkit.checkpoints.shape import ModelShape
+from toolkit.checkpoints.shape import ModelShape, linear_params
 from toolkit.facts.gpus import Gpu
 from toolkit.facts.heads import PUBLISHED
-from toolkit.plan.memory import kv_bytes_per_token, linear_params, parameters, weight_bytes
+from toolkit.plan.memory import kv_bytes_per_token, parameters, weight_bytes
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import PredictedSpeed, Prediction, StageTime
 from toolkit.words import KvCacheQuantAlgo, QuantAlgo, Role

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.checkpoints.shape import ModelShape
-from toolkit.plan.memory import DTYPE_BYTES, LIBRARY_BYTES, linear_params, weight_bytes
+from toolkit.checkpoints.shape import ModelShape, linear_params
+from toolkit.plan.memory import DTYPE_BYTES, LIBRARY_BYTES, weight_bytes
 from toolkit.plan.predict import DISK_BYTES_PER_S
 from toolkit.words import Device, QuantAlgo
 

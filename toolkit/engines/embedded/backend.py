@@ -7,6 +7,7 @@ that is not possible, that is an error; the mode is never replaced.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from toolkit.engines.embedded.directory import (
     open_directory,
     write_config,
 )
-from toolkit.engines.embedded.engine import EmbeddedEngine, eager_engine
+from toolkit.engines.embedded.engine import EmbeddedEngine, eager_engine, native_products
 from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.engines.embedded.weights import fuse, load_weights, save_weights
 from toolkit.errors import BackendUnavailable, StageError
@@ -31,8 +32,6 @@ from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 from toolkit.words import BuiltMode, Device, Fp8Compute
 
 __all__ = ["TorchBackend"]
-
-NATIVE_FP8_CAPABILITY = (8, 9)
 
 
 class TorchBackend:
@@ -58,7 +57,7 @@ class TorchBackend:
         copy_side_files(checkpoint.path, out_dir)
         fp8_compute: Fp8Compute | None = None
         if source.quantization.quant_algo == "FP8":
-            fp8_compute = "native" if _has_native_fp8(spec.device) else "dequantized"
+            fp8_compute = "native" if native_products(spec.device).fp8 else "dequantized"
         max_step_tokens = max(spec.prefill_chunk_len or PREFILL_TOKENS, spec.max_draft_len + 1)
         if mode == "compiled":
             from toolkit.engines.embedded.compile import compile_package
@@ -120,6 +119,7 @@ class TorchBackend:
             from toolkit.engines.embedded.package import load_package
 
             return load_package(directory)
+        native = native_products(directory.device)
         return eager_engine(
             directory.shape,
             load_weights(engine_dir / WEIGHTS),
@@ -129,7 +129,7 @@ class TorchBackend:
             max_seq_len=directory.max_seq_len,
             max_step_tokens=directory.max_step_tokens,
             device=directory.device,
-            native_fp8=directory.fp8_compute == "native" and _has_native_fp8(directory.device),
+            native=replace(native, fp8=native.fp8 and directory.fp8_compute == "native"),
         )
 
 
@@ -196,11 +196,3 @@ def _refuse_other_machine(directory: EngineDirectory) -> None:
             where=directory.path,
             hint="run `toolkit build` again",
         )
-
-
-def _has_native_fp8(device: Device) -> bool:
-    return (
-        device == "cuda"
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability() >= NATIVE_FP8_CAPABILITY
-    )

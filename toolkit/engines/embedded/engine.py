@@ -2,6 +2,9 @@
 
 The engine has the KV caches and one length per slot. A forward appends tokens, a rewind forgets
 them. The runner is plain torch here, and a compiled package in `package.py`.
+
+The engine's own numbers are on the host. An eager runner on a GPU copies them there and does not
+wait: the caller does, once per forward, when it reads the logits.
 """
 
 from __future__ import annotations
@@ -11,14 +14,26 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from toolkit.checkpoints import quantized
 from toolkit.checkpoints.shape import ModelShape
-from toolkit.engines.embedded.model import Ops, Padding, Step, TorchOps, Weights, build, decode
+from toolkit.engines.embedded.model import (
+    CODE_MULTIPLE,
+    Group,
+    Native,
+    Ops,
+    Step,
+    TorchOps,
+    Weights,
+    build,
+    decode,
+)
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.engines.embedded.weights import fuse
 from toolkit.facts.embedded import PREFILL_TOKENS
@@ -33,16 +48,21 @@ __all__ = [
     "allocate_caches",
     "eager_engine",
     "eager_runner",
+    "exact_products",
+    "groups_of",
+    "native_products",
     "open_checkpoint",
-    "padding_of",
     "prepare_weight",
     "unused_zeros",
 ]
 
 MAX_INDICES = 256  # index tensors that are kept
+# Compute capabilities from which torch has the products. INT8's may begin below; the other kinds of
+# engine begin here.
+NATIVE_FP8_CAPABILITY, NATIVE_INT8_CAPABILITY = (8, 9), (8, 0)
 Runner = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""(tokens [t], slots [b], lengths [b], starts [b], columns [c]), all int64 -> logits [c, vocab] at
-those columns of the packed tokens; those of slots[i] begin at starts[i]."""
+"""(tokens [t], slots [b], lengths [b], starts [b], columns [c]), all int64 on the CPU -> logits [c,
+vocab] at those columns of the packed tokens; those of slots[i] begin at starts[i]."""
 
 
 class EmbeddedEngine:
@@ -57,12 +77,9 @@ class EmbeddedEngine:
         max_seq_len: int,
         max_step_tokens: int,
         capacity: int,
-        device: torch.device | None = None,
     ) -> None:
         self._run = run
         self._capacity = capacity
-        self._device = device or torch.device("cpu")
-        self._on_cpu = self._device.type == "cpu"
         self._lengths = [0] * max_batch_size
         # The few index tensors that every step needs again.
         self._indices: dict[tuple[int, ...], Tensor] = {}
@@ -133,8 +150,6 @@ class EmbeddedEngine:
             )
         places = torch.from_numpy(np.array(lengths))  # takes a fourth of torch.tensor's time
         with torch.inference_mode():
-            if not self._on_cpu:
-                tokens, places = tokens.to(self._device), places.to(self._device)
             logits = self._run(
                 tokens, self._index(tuple(slots)), places, self._index(starts), self._index(columns)
             )
@@ -148,7 +163,7 @@ class EmbeddedEngine:
         if index is None:
             if len(self._indices) >= MAX_INDICES:
                 self._indices.clear()
-            index = self._indices[values] = torch.tensor(values, device=self._device)
+            index = self._indices[values] = torch.tensor(values)
         return index
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
@@ -186,6 +201,7 @@ def open_checkpoint(
         max_seq_len=max_seq_len,
         max_step_tokens=max_step_tokens,
         device=device,
+        native=exact_products(device),
     )
 
 
@@ -199,13 +215,16 @@ def eager_engine(
     max_seq_len: int,
     max_step_tokens: int = PREFILL_TOKENS,
     device: Device = "cpu",
-    native_fp8: bool = False,
+    native: Native | None = None,
 ) -> EmbeddedEngine:
-    """An engine that runs fused tensors (see weights.py) in plain torch on `device`."""
+    """An engine that runs fused tensors (see weights.py) in plain torch on `device`. native: the
+    products of codes that the device computes; None for none.
+    """
     compute, place = getattr(torch, dtype), torch.device(device)
     capacity = max_seq_len + max_step_tokens
+    native = native or Native()
     prepared = {
-        name: prepare_weight(name, tensor, compute, native_fp8).to(place)
+        name: prepare_weight(name, tensor, compute, native).to(place)
         for name, tensor in tensors.items()
     }
     cos, sin = rope_tables(shape, capacity)
@@ -213,7 +232,7 @@ def eager_engine(
     caches = allocate_caches(
         shape, max_batch_size, capacity, torch.float8_e4m3fn if fp8_kv else compute, place
     )
-    run = eager_runner(weights, TorchOps(native_fp8=native_fp8), caches, compute)
+    run = eager_runner(weights, TorchOps(native), caches, compute)
     return EmbeddedEngine(
         run,
         vocab_size=shape.vocab_size,
@@ -221,7 +240,6 @@ def eager_engine(
         max_seq_len=max_seq_len,
         max_step_tokens=max_step_tokens,
         capacity=capacity,
-        device=place,
     )
 
 
@@ -229,27 +247,60 @@ def eager_runner(
     weights: Weights, ops: Ops, caches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
 ) -> Runner:
     """A runner that calls `decode` with these ops on these caches."""
+    device = weights.cos.device
 
     def run(
         tokens: Tensor, slots: Tensor, lengths: Tensor, starts: Tensor, columns: Tensor
     ) -> Tensor:
-        padding = padding_of(starts.tolist(), len(tokens), starts.device)
-        step = Step(slots, lengths, starts, weights.cos, weights.sin, padding)
+        groups = groups_of(
+            slots.numpy(), lengths.numpy(), starts.numpy(), len(tokens), weights.cos, weights.sin
+        )
+        tokens, columns = (part.to(device, non_blocking=True) for part in (tokens, columns))
+        step = Step(slots, lengths, starts, weights.cos, weights.sin, groups)
         return decode(weights, ops, tokens, step, columns, caches, dtype)
 
     return run
 
 
-def padding_of(starts: list[int], tokens: int, device: torch.device) -> Padding | None:
-    """The padding of packed tokens; None if all sequences bring as many, and need none."""
-    widths = np.diff([*starts, tokens])
-    width = int(widths.max())
-    if width * len(starts) == tokens:
-        return None
-    places = np.arange(width)
-    rows = np.array(starts)[:, None] + np.minimum(places, widths[:, None] - 1)  # [batch, width]
-    kept = np.flatnonzero(places < widths[:, None])
-    return Padding(torch.from_numpy(rows).to(device), torch.from_numpy(kept).to(device))
+def groups_of(
+    slots: NDArray[Any],
+    lengths: NDArray[Any],
+    starts: NDArray[Any],
+    tokens: int,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Group, ...]:
+    """The sequences of a step, those that bring as many tokens together. Slots, lengths and starts
+    [batch] are those of `Step`; the tensors of the groups are on the device of cos and sin.
+    """
+    widths = np.diff(starts, append=tokens)
+
+    def group(width: int) -> Group:
+        members = np.flatnonzero(widths == width)
+        new, mine = np.arange(width), slots[members]
+        place = lengths[members, None] + new
+        packed = None
+        if len(members) < len(slots):
+            packed = _sent((starts[members, None] + new).reshape(-1), cos.device)
+        is_consecutive = bool((np.diff(mine) == 1).all())
+        sent = _sent(place, cos.device)
+        return Group(
+            slots=_sent(mine, cos.device),
+            place=sent,
+            cos=cos[sent],
+            sin=sin[sent],
+            tokens=packed,
+            reach=int(place.max()) + 1,
+            is_even=bool((place == place[0]).all()),
+            first_slot=int(mine[0]) if is_consecutive else None,
+        )
+
+    return tuple(group(int(width)) for width in np.unique(widths))
+
+
+def _sent(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The values on the device. The host does not wait until they are there."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def allocate_caches(
@@ -279,14 +330,35 @@ def unused_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(size)
 
 
-def prepare_weight(name: str, tensor: Tensor, dtype: torch.dtype, native_fp8: bool) -> Tensor:
+def native_products(device: Device) -> Native:
+    """The products of codes that torch has on the device, as far as it is known here."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return Native()
+    capability = torch.cuda.get_device_capability()
+    return Native(
+        fp8=capability >= NATIVE_FP8_CAPABILITY, int8=capability >= NATIVE_INT8_CAPABILITY
+    )
+
+
+def exact_products(device: Device) -> Native:
+    """Those whose results are the same as in floats: INT8's. FP8's are rounded in another order."""
+    return Native(int8=native_products(device).int8)
+
+
+def prepare_weight(name: str, tensor: Tensor, dtype: torch.dtype, native: Native) -> Tensor:
     """The tensor in the dtype in which it is computed: plain weights in the engine's dtype, INT8
-    codes unchanged, FP8 codes as floats (which is exact) unless the device computes in FP8.
+    codes unchanged, FP8 codes as floats (which is exact) unless the device computes in FP8. Codes
+    that the device multiplies itself are padded with zeros as it demands.
     """
-    if tensor.dtype == torch.int8 or name.endswith("scale"):
+    if name.endswith("scale"):
         return tensor
-    if tensor.dtype != torch.float8_e4m3fn:
+    is_int8, is_fp8 = tensor.dtype == torch.int8, tensor.dtype == torch.float8_e4m3fn
+    if is_int8 or (is_fp8 and native.fp8):
+        is_native = native.int8 if is_int8 else native.fp8
+        rows, columns = tensor.shape
+        if not is_native or (rows % CODE_MULTIPLE == 0 and columns % CODE_MULTIPLE == 0):
+            return tensor
+        return F.pad(tensor, (0, -columns % CODE_MULTIPLE, 0, -rows % CODE_MULTIPLE))
+    if not is_fp8:
         return tensor.to(dtype)
-    if native_fp8:
-        return tensor
     return tensor.to(torch.float64 if dtype == torch.float64 else torch.float32)

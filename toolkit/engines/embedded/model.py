@@ -2,8 +2,9 @@
 
 `decode` is the whole model. It gets the operations that have kernels as an `Ops`: linear,
 attention, and the two halves of a layer, which consist of them. TorchOps computes them in plain
-torch, in any dtype and on any device; it also runs if there is no C++ compiler. KV caches are one
-(k, v) pair per layer, written in place: [slots, kv_heads, capacity, head_dim].
+torch, in any dtype and on any device; it also runs if there is no C++ compiler. The host tells it
+what it has to know of a step, so that no operation waits for a GPU. KV caches are one (k, v) pair
+per layer, written in place: [slots, kv_heads, capacity, head_dim].
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "CODE_MULTIPLE",
     "FP8_MAX",
     "Attention",
+    "Group",
     "Layer",
     "Linear",
+    "Native",
     "Ops",
-    "Padding",
     "Step",
     "TorchOps",
     "Weights",
@@ -41,6 +44,9 @@ __all__ = [
 FP8_MAX = 448.0
 # Integers up to this size are exact in float32, for every order of summation.
 EXACT_FLOAT32 = 2**24
+# What CUDA demands of matrices of codes: rows and columns of the weights in multiples of 16 for
+# torch._scaled_mm, of 8 for torch._int_mm, and there more than 16 rows of activations.
+CODE_MULTIPLE, INT8_ROWS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +112,8 @@ class Step:
     [batch].
 
     The tokens of all sequences are packed, one sequence behind the other: that of slots[i] begins
-    at starts[i] [batch], so each brings its own number of tokens. All int64. padding: for TorchOps,
-    if these numbers differ.
+    at starts[i] [batch], so each brings its own number of tokens. All int64. groups: the same for
+    TorchOps, which reads nothing else; kernels do not need them.
     """
 
     slots: Tensor
@@ -115,19 +121,32 @@ class Step:
     starts: Tensor
     cos: Tensor  # as in Weights
     sin: Tensor
-    padding: Padding | None = None
+    groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Padding:
-    """How packed tokens become rows of one width, and rows packed tokens again.
+class Group:
+    """Sequences that bring the same number of tokens, n, and are computed together."""
 
-    A row is padded with its own last token. What that writes into the cache lies behind the
-    sequence's tokens, where no result depends on it.
+    slots: Tensor  # [b]
+    place: Tensor  # [b, n]: the position of each token in its sequence
+    cos: Tensor  # [b, n, head_dim / 2], of these positions
+    sin: Tensor
+    tokens: Tensor | None  # [b * n]: these of the packed tokens; None: all, in their order
+    reach: int  # positions of the longest of them after the step
+    is_even: bool  # all have as many
+    first_slot: int | None  # if their slots are consecutive
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The products of codes that a device computes itself. What it does not is computed in floats.
+
+    fp8: torch._scaled_mm. int8: torch._int_mm. Weights for them are padded to CODE_MULTIPLE.
     """
 
-    rows: Tensor  # [batch, width]: packed token of each place
-    kept: Tensor  # [tokens]: place of each packed token in the flattened rows
+    fp8: bool = False
+    int8: bool = False
 
 
 class Ops(ABC):
@@ -238,12 +257,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class TorchOps(Ops):
-    """Linear and attention in plain torch. native_fp8: compute FP8 products with torch._scaled_mm
-    (CUDA from SM89) and not in float.
-    """
+    """Linear and attention in plain torch."""
 
-    def __init__(self, *, native_fp8: bool = False) -> None:
-        self.native_fp8 = native_fp8
+    def __init__(self, native: Native | None = None) -> None:
+        self._native = native or Native()
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
@@ -252,11 +269,12 @@ class TorchOps(Ops):
         elif linear.input_scale is None:
             # Only the weights are quantized. Codes are exact in every float dtype, and the product
             # is scaled.
-            y = F.linear(x, linear.weight.to(x.dtype)) * linear.scale.to(x.dtype)
+            weight = linear.weight[: len(linear.scale), : x.shape[-1]]
+            y = F.linear(x, weight.to(x.dtype)) * linear.scale.to(x.dtype)
         elif linear.weight.dtype == torch.int8:
-            y = _w8a8(x, linear)
+            y = _w8a8(x, linear, self._native.int8)
         else:
-            y = self._fp8(x, linear)
+            y = _fp8(x, linear, self._native.fp8)
         return y if linear.bias is None else y + linear.bias.to(x.dtype)
 
     def attention(
@@ -266,77 +284,107 @@ class TorchOps(Ops):
 
         qkv [1, t, (heads + 2 kv_heads) d] -> [1, t, heads d], or both as rows [b, n, ...].
         """
-        packed = qkv
-        if step.padding is not None:
-            qkv = qkv[0, step.padding.rows]
-        else:
-            qkv = qkv.reshape(len(step.slots), -1, qkv.shape[-1])
-        batch, n, _ = qkv.shape
-        heads = qkv.view(batch, n, -1, how.head_dim)
-        q, k, v = torch.split(heads, [how.heads, how.kv_heads, how.kv_heads], dim=2)
-        if how.q_norm is not None and how.k_norm is not None:
-            q, k = rms_norm(q, how.q_norm, how.eps), rms_norm(k, how.k_norm, how.eps)
-        slots, lengths, cos, sin = step.slots, step.lengths, step.cos, step.sin
-        place = lengths[:, None] + torch.arange(n, device=qkv.device)  # [b, n]
-        q, k = _rotate(q, cos[place], sin[place]), _rotate(k, cos[place], sin[place])
-        keys, values = cache
-        _write(keys, k, slots, place, how.k_scale)
-        _write(values, v, slots, place, how.v_scale)
-        reach = int(lengths.max()) + n
-        k = _read(keys, slots, reach, how.k_scale, qkv.dtype)  # [b, kv_heads, reach, d]
-        v = _read(values, slots, reach, how.v_scale, qkv.dtype)
-        positions = torch.arange(reach, device=qkv.device)
+        packed = qkv.reshape(-1, qkv.shape[-1])
+        result = packed.new_empty((len(packed), how.heads * how.head_dim))
+        for group in step.groups:
+            if group.tokens is None:
+                result = _attend_group(packed, cache, group, how)
+            else:
+                mixed = _attend_group(packed[group.tokens], cache, group, how)
+                result.index_copy_(0, group.tokens, mixed)
+        return result.view(*qkv.shape[:-1], -1)
+
+
+def _attend_group(
+    qkv: Tensor, cache: tuple[Tensor, Tensor], group: Group, how: Attention
+) -> Tensor:
+    """qkv [b * n, (heads + 2 kv_heads) d] of the group's tokens -> [b * n, heads d]."""
+    batch, n = group.place.shape
+    heads = qkv.view(batch, n, -1, how.head_dim)
+    q, k, v = torch.split(heads, [how.heads, how.kv_heads, how.kv_heads], dim=2)
+    if how.q_norm is not None and how.k_norm is not None:
+        q, k = rms_norm(q, how.q_norm, how.eps), rms_norm(k, how.k_norm, how.eps)
+    q, k = _rotate(q, group.cos, group.sin), _rotate(k, group.cos, group.sin)
+    keys, values = cache
+    _write(keys, k, group, how.k_scale)
+    _write(values, v, group, how.v_scale)
+    k = _read(keys, group, how.k_scale, qkv.dtype)  # [b, kv_heads, reach, d]
+    v = _read(values, group, how.v_scale, qkv.dtype)
+    positions = torch.arange(group.reach, device=qkv.device)
+    if not group.is_even:
         # Behind a sequence lies what was there before. Its weight is 0, but 0 times NaN is NaN.
-        v = v.masked_fill((positions >= lengths[:, None] + n)[:, None, :, None], 0.0)
-        group = how.heads // how.kv_heads
-        q = q.view(batch, n, how.kv_heads, group, how.head_dim)
-        q = q.permute(0, 2, 3, 1, 4)  # [b, kv_heads, group, n, d]
-        scores = (q @ k[:, :, None].transpose(-1, -2)) * how.head_dim**-0.5
-        visible = positions <= place[..., None]  # [b, n, reach]
-        if how.window is not None:
-            visible &= positions > place[..., None] - how.window
-        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-        mixed = scores.to(_wide(qkv.dtype)).softmax(-1).to(qkv.dtype) @ v[:, :, None]
-        result: Tensor = mixed.permute(0, 3, 1, 2, 4).reshape(batch * n, -1)
-        if step.padding is not None:
-            result = result[step.padding.kept]
-        return result.view(*packed.shape[:-1], -1)
+        is_behind = positions > group.place[:, -1:]  # [b, reach]
+        v = v.masked_fill(is_behind[:, None, :, None], 0.0)
+    # The queries of a KV head are the rows of one product, so that no key is copied for each.
+    q = q.view(batch, n, how.kv_heads, -1, how.head_dim).permute(0, 2, 3, 1, 4)
+    # [b, kv_heads, heads per KV head * n, d]
+    rows = q.reshape(batch, how.kv_heads, -1, how.head_dim)
+    scores = ((rows @ k.transpose(-1, -2)) * how.head_dim**-0.5).view(*q.shape[:-1], -1)
+    is_hidden = positions > group.place[..., None]  # [b, n, reach]
+    if how.window is not None:
+        is_hidden |= positions <= group.place[..., None] - how.window
+    scores = scores.masked_fill(is_hidden[:, None, None], float("-inf"))
+    weights = scores.to(_wide(qkv.dtype)).softmax(-1).to(qkv.dtype)
+    mixed = (weights.view(*rows.shape[:-1], -1) @ v).view(q.shape)
+    result: Tensor = mixed.permute(0, 3, 1, 2, 4).reshape(batch * n, -1)
+    return result
 
-    def _fp8(self, x: Tensor, linear: Linear) -> Tensor:
-        """Multiply E4M3 activations, with one static scale per tensor, by E4M3 weights. The product
-        is scaled, as in hardware.
-        """
-        assert linear.input_scale is not None
-        assert linear.scale is not None
-        wide = _wide(x.dtype)
-        codes = (
-            (x.to(wide) / linear.input_scale.to(wide))
-            .clamp(-FP8_MAX, FP8_MAX)
-            .to(torch.float8_e4m3fn)
-        )
-        scale = linear.input_scale.to(wide) * linear.scale.to(wide)
-        if self.native_fp8:
-            unit = torch.ones((), device=x.device)
-            flat = codes.reshape(-1, codes.shape[-1])
-            y = torch._scaled_mm(
-                flat, linear.weight.t(), scale_a=unit, scale_b=unit, out_dtype=torch.float32
-            )
-            return (y.view(*x.shape[:-1], -1) * scale).to(x.dtype)
+
+def _fp8(x: Tensor, linear: Linear, is_native: bool) -> Tensor:
+    """Multiply E4M3 activations, with one static scale per tensor, by E4M3 weights. The product is
+    scaled, as in hardware.
+    """
+    assert linear.input_scale is not None
+    assert linear.scale is not None
+    wide = _wide(x.dtype)
+    values = (x.to(wide) / linear.input_scale.to(wide)).clamp(-FP8_MAX, FP8_MAX)
+    scale = linear.input_scale.to(wide) * linear.scale.to(wide)
+    if not is_native:
+        codes = values.to(torch.float8_e4m3fn)
         return (F.linear(codes.to(wide), linear.weight.to(wide)) * scale).to(x.dtype)
+    codes = _padded(values.view(-1, x.shape[-1]), linear).to(torch.float8_e4m3fn)
+    unit = torch.ones((), device=x.device)
+    y = torch._scaled_mm(
+        codes, linear.weight.t(), scale_a=unit, scale_b=unit, out_dtype=torch.float32
+    )
+    return (y[:, : len(scale)].reshape(*x.shape[:-1], -1) * scale).to(x.dtype)
 
 
-def _w8a8(x: Tensor, linear: Linear) -> Tensor:
-    """The integer product, computed in floats that are wide enough to be exact. So a kernel that
-    sums in int32 gives the same result.
+def _w8a8(x: Tensor, linear: Linear, is_native: bool) -> Tensor:
+    """The integer product. Where the device has none it is computed in floats that are wide enough
+    to be exact. So all ways, and a kernel that sums in int32, give the same result.
     """
     assert linear.input_scale is not None
     assert linear.scale is not None
     wide = _wide(x.dtype)
     scaled = x.to(wide) if linear.pre_scale is None else x.to(wide) * linear.pre_scale.to(wide)
     codes = (scaled * linear.input_scale.to(wide).reciprocal()).round().clamp(-128, 127)
-    exact = torch.float32 if 128 * 128 * x.shape[-1] <= EXACT_FLOAT32 else torch.float64
-    counts = F.linear(codes.to(exact), linear.weight.to(exact)).to(wide)
+    if is_native:
+        counts = _int8_product(codes, linear).to(wide)
+    else:
+        exact = torch.float32 if 128 * 128 * x.shape[-1] <= EXACT_FLOAT32 else torch.float64
+        counts = F.linear(codes.to(exact), linear.weight.to(exact)).to(wide)
     return (counts * (linear.input_scale.to(wide) * linear.scale.to(wide))).to(x.dtype)
+
+
+def _int8_product(codes: Tensor, linear: Linear) -> Tensor:
+    """codes [..., in], integers as floats -> [..., out]: int32 sums as floats of their dtype. No
+    integer stands for NaN, which makes all of its token's results NaN.
+    """
+    assert linear.scale is not None
+    rows = codes.reshape(-1, codes.shape[-1])
+    integers = _padded(rows.to(torch.int8), linear, INT8_ROWS)
+    sums = torch._int_mm(integers, linear.weight.t())[: len(rows), : len(linear.scale)]
+    zero_or_nan = (rows * 0).sum(-1, keepdim=True)
+    return (sums.to(codes.dtype) + zero_or_nan).view(*codes.shape[:-1], -1)
+
+
+def _padded(codes: Tensor, linear: Linear, rows: int = 0) -> Tensor:
+    """codes [m, in], with zeros up to the columns of the weights, which are padded for the device,
+    and up to so many rows.
+    """
+    missing = (0, linear.weight.shape[1] - codes.shape[1], 0, max(0, rows - len(codes)))
+    return F.pad(codes, missing) if any(missing) else codes
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -348,8 +396,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _write(cache: Tensor, new: Tensor, slots: Tensor, place: Tensor, scale: Tensor | None) -> None:
-    """Write new [b, n, kv_heads, d] into cache [slots, kv_heads, capacity, d] at place [b, n]."""
+def _write(cache: Tensor, new: Tensor, group: Group, scale: Tensor | None) -> None:
+    """Write new [b, n, kv_heads, d] into cache [slots, kv_heads, capacity, d] at the group's
+    places.
+    """
     if cache.dtype == torch.float8_e4m3fn:
         assert scale is not None
         wide = _wide(new.dtype)
@@ -360,17 +410,24 @@ def _write(cache: Tensor, new: Tensor, slots: Tensor, place: Tensor, scale: Tens
             .view(torch.uint8)
         )
         cache = cache.view(torch.uint8)
-    cache[slots[:, None], :, place] = new.to(cache.dtype)
+    cache[group.slots[:, None], :, group.place] = new.to(cache.dtype)
 
 
-def _read(
-    cache: Tensor, slots: Tensor, reach: int, scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    if cache.dtype == torch.float8_e4m3fn:
-        assert scale is not None
-        codes = cache.view(torch.uint8)[:, :, :reach][slots].view(torch.float8_e4m3fn)
-        return (codes.to(_wide(dtype)) * scale.to(_wide(dtype))).to(dtype)
-    return cache[:, :, :reach][slots]
+def _read(cache: Tensor, group: Group, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The positions [b, kv_heads, reach, d] that the group may see. Consecutive slots are a view of
+    the cache, so that only codes are copied, to become numbers.
+    """
+    is_fp8 = cache.dtype == torch.float8_e4m3fn
+    reached = (cache.view(torch.uint8) if is_fp8 else cache)[:, :, : group.reach]
+    if group.first_slot is None:
+        reached = reached[group.slots]
+    else:
+        reached = reached.narrow(0, group.first_slot, len(group.slots))
+    if not is_fp8:
+        return reached
+    assert scale is not None
+    values = reached.view(torch.float8_e4m3fn).to(_wide(dtype)) * scale.to(_wide(dtype))
+    return values.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,14 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from toolkit.checkpoints.quantized import Checkpoint, open_checkpoint
-from toolkit.engines.embedded.engine import allocate_caches, prepare_weight
+from toolkit.engines.embedded.engine import (
+    allocate_caches,
+    exact_products,
+    groups_of,
+    prepare_weight,
+)
 from toolkit.engines.embedded.model import (
     Layer,
     Linear,
+    Native,
     Ops,
     Step,
     TorchOps,
@@ -100,7 +107,8 @@ def stream_texts(
     is_fp8 = checkpoint.quantization.kv_cache_quant_algo == "FP8"
     cache_dtype = torch.float8_e4m3fn if is_fp8 else compute
     (cache,) = allocate_caches(replace(shape, num_layers=1), 1, longest, cache_dtype, place)
-    ops = TorchOps()
+    native = exact_products(device)
+    ops = TorchOps(native)
     with torch.inference_mode():
         first, hidden = _load_state(state, made_with)
         if first:
@@ -109,7 +117,7 @@ def stream_texts(
             embed = outside["embed.weight"]
             hidden = [F.embedding(torch.tensor([text]), embed).to(compute) for text in texts]
         for i in range(first, shape.num_layers):
-            layer = _load_layer(checkpoint, i, compute, place)
+            layer = _load_layer(checkpoint, i, compute, place, native)
             for number, states in enumerate(hidden):
                 hidden[number] = _through(layer, states.to(place), cache, cos, sin, ops).cpu()
                 done = i * len(texts) + number + 1
@@ -120,7 +128,7 @@ def stream_texts(
         head = build_head(
             shape,
             {
-                name: prepare_weight(name, tensor, compute, native_fp8=False).to(place)
+                name: prepare_weight(name, tensor, compute, Native()).to(place)
                 for name, tensor in outside.items()
                 if shape.tie_word_embeddings or name.startswith("lm_head")
             },
@@ -128,11 +136,13 @@ def stream_texts(
     return StreamedTexts(dict(zip(texts, hidden, strict=True)), norm, head, shape.rms_norm_eps)
 
 
-def _load_layer(checkpoint: Checkpoint, i: int, dtype: torch.dtype, place: torch.device) -> Layer:
+def _load_layer(
+    checkpoint: Checkpoint, i: int, dtype: torch.dtype, place: torch.device, native: Native
+) -> Layer:
     fused = fuse_layer(checkpoint, i)
     prepared = {}
     for name in list(fused):  # a tensor at a time, so that a layer is not held twice
-        tensor = prepare_weight(name, fused.pop(name), dtype, native_fp8=False)
+        tensor = prepare_weight(name, fused.pop(name), dtype, native)
         prepared[name] = tensor.to(place)
     return build_layer(checkpoint.shape, prepared, i)
 
@@ -143,11 +153,13 @@ def _through(
     """The layer's output [1, tokens, width]. What the cache holds of the text before does not
     matter: a place is written before it is read.
     """
+    first = np.zeros(1, dtype=np.int64)
     zero = torch.zeros(1, dtype=torch.int64, device=hidden.device)
     parts = []
     for start in range(0, hidden.shape[1], CHUNK_TOKENS):
-        step = Step(slots=zero, lengths=zero + start, starts=zero, cos=cos, sin=sin)
         part = hidden[:, start : start + CHUNK_TOKENS]
+        groups = groups_of(first, first + start, first, part.shape[1], cos, sin)
+        step = Step(zero, zero + start, zero, cos, sin, groups)
         parts.append(ops.feed_forward(ops.attend(part, layer, cache, step), layer))
     return torch.cat(parts, dim=1)
 
