@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.client import Chunk, ClientError, Options, RequestRefused, Statistics
+from toolkit.client import Chunk, Options, RequestRefused, Statistics
 from toolkit.config.schema import GatewayConfig
 from toolkit.gateway.app import Gateway
 from toolkit.gateway.arms import SERVED, Arm, Arms, OneArm
@@ -38,7 +38,7 @@ class ScriptedBackend:
 
     words: Sequence[str] = WORDS
     delay_s: float = 0.0
-    failure: ClientError | None = None
+    failure: Exception | None = None
     failing_after: int = 0
     hangs_after: int | None = None
     text: Callable[[str, Options], Sequence[str]] | None = None

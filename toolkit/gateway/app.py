@@ -5,7 +5,8 @@
     GET  /metrics   for Prometheus            GET /    the page
     GET  /rollout   the page of a roll-out, if one runs, and /rollout.json
 
-Prompts and texts are never logged. /health and /metrics need no key.
+Prompts and texts are never logged. /health and /metrics need no key. Clients are not told where the
+servers behind the gateway are; the log is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -27,12 +29,15 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from toolkit.client import ClientError, Options
 from toolkit.config.schema import GatewayConfig
 from toolkit.gateway.answering import HUNG_UP, Running, error_event, refusal_of, watched
 from toolkit.gateway.arms import Arm, Arms, Finished
+from toolkit.gateway.backends import Overloaded
+from toolkit.gateway.bodies import body_of, read_body
+from toolkit.gateway.faults import INTERNAL, described, internal_error
 from toolkit.gateway.guard import Guard
 from toolkit.gateway.metrics import CONTENT_TYPE, Metrics
 from toolkit.gateway.protocol import (
@@ -47,11 +52,13 @@ from toolkit.gateway.protocol import (
 __all__ = ["Gateway", "make_app"]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,100}")
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HEALTH_AGE_S = 10.0  # a token is news of the server's health for so long
 HEALTH_TIMEOUT_S = 20.0
 HEALTH_PROMPT = "Hello"
 READING_S = 10.0  # what a client has to read the rest, after request_timeout_s
+# A body of this size takes half a millisecond to be read and rendered. A larger one is given to a
+# thread, which costs a millisecond while the event loop is busy.
+READ_AT_ONCE_BYTES = 1 << 14
 SHADOWS = 32  # copies at a time; a busy gateway drops copies before it drops requests
 
 Render = Callable[[object], str]
@@ -78,6 +85,8 @@ class Gateway:
     shadows: set[asyncio.Task[None]] = field(default_factory=set)
     probe: asyncio.Task[dict[str, str]] | None = None  # of all who ask for the health now
     tickets: Iterator[int] = field(default_factory=itertools.count)
+    # One: the interpreter's lock lets no second one help, and each takes time from the event loop.
+    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reader"))
 
     def chat(self, body: Mapping[str, Any]) -> Asked:
         return parse_chat(body, self.render)
@@ -90,6 +99,26 @@ class Gateway:
         for arm in self.arms.all:
             await arm.backend.close()
         self.arms.close()
+        self.reader.shutdown()
+
+    @contextmanager
+    def refusing_faults(self, request_id: str, path: str) -> Iterator[None]:
+        """Whatever is unexpected in the block is logged, and becomes a Refusal with 500."""
+        try:
+            yield
+        except (Refusal, ClientError, ClientDisconnect):
+            raise
+        except Exception as error:
+            self.tell_fault(error, request_id, path)
+            raise internal_error(request_id) from error
+
+    def tell_fault(self, error: BaseException, request_id: str, path: str) -> None:
+        """Log what was not expected."""
+        self.tell({"id": request_id, "path": path, **described(error)})
+
+    def tell(self, line: Mapping[str, Any]) -> None:
+        """Log a line."""
+        self.log(json.dumps({"time": _now(), **line}))
 
     def refuse(self, refusal: Refusal, request_id: str, path: str, key: str) -> Response:
         """Count and log a request that goes to no arm: its answer. The message is not logged, since
@@ -97,7 +126,6 @@ class Gateway:
         """
         self.metrics.requests.labels(path, "-", str(refusal.status)).inc()
         line = {
-            "time": _now(),
             "id": request_id,
             "path": path,
             "arm": "-",
@@ -105,7 +133,7 @@ class Gateway:
             "status": str(refusal.status),
             "error": refusal.code or "refused",
         }
-        self.log(json.dumps(line))
+        self.tell(line)
         return _refused(refusal, request_id)
 
     def note(self, request: Finished, path: str, key: str) -> None:
@@ -127,7 +155,6 @@ class Gateway:
         if statistics.draft_failure is not None:
             metrics.draft_failures.labels(arm).inc()
         line = {
-            "time": _now(),
             "id": request.request_id,
             "path": path,
             "arm": arm,
@@ -143,7 +170,7 @@ class Gateway:
             **({"draft_failure": failure} if (failure := statistics.draft_failure) else {}),
             **({"error": request.error} if request.error else {}),
         }
-        self.log(json.dumps(line))
+        self.tell(line)
         self.arms.finished(request)
 
 
@@ -185,6 +212,11 @@ def make_app(gateway: Gateway) -> Starlette:
     async def rollout(request: Request) -> Response:
         return await _guarded(gateway, request, _rollout)
 
+    async def failed(request: Request, error: Exception) -> Response:
+        request_id = _new_id()
+        gateway.tell_fault(error, request_id, request.url.path)
+        return _refused(internal_error(request_id), request_id)
+
     return Starlette(
         routes=[
             completions("/v1/chat/completions", gateway.chat),
@@ -197,16 +229,25 @@ def make_app(gateway: Gateway) -> Starlette:
             Route("/rollout", page("rollout.html")),
             Route("/rollout.json", rollout),
         ],
-        exception_handlers={404: _not_found, 405: _not_found},
+        exception_handlers={404: _not_found, 405: _not_found, Exception: failed},
         lifespan=lifespan,
     )
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
+    """404, and 405, which has to say in `Allow` what may be sent."""
     status = getattr(error, "status_code", 404)
-    known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /rollout and /"
-    what = f"{request.method} {request.url.path} is not served here; {known} are"
-    return _refused(Refusal(what, status=status, code="not_found"))
+    allowed = (getattr(error, "headers", None) or {}).get("Allow")
+    shown = f"{request.method} {request.url.path[:MAX_SHOWN]}"
+    if allowed is None:
+        known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /rollout, /"
+        return _refused(
+            Refusal(f"{shown} is not served here; there are {known}", status=404, code="not_found")
+        )
+    what = f"{shown} is not served; {allowed} is"
+    response = _refused(Refusal(what, status=status, code="method_not_allowed"))
+    response.headers["Allow"] = allowed
+    return response
 
 
 def _refused(refusal: Refusal, request_id: str | None = None) -> Response:
@@ -271,6 +312,10 @@ async def _states(gateway: Gateway) -> dict[str, str]:
     return {arm.name: await _state(gateway, arm) for arm in gateway.arms.needed}
 
 
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
 async def _state(gateway: Gateway, arm: Arm) -> str:
     if time.monotonic() - gateway.token_at_s.get(arm.name, -HEALTH_AGE_S) < HEALTH_AGE_S:
         return "ready"
@@ -288,7 +333,11 @@ async def _state(gateway: Gateway, arm: Arm) -> str:
     except asyncio.TimeoutError:
         return f"no token within {HEALTH_TIMEOUT_S:g} s"
     except ClientError as error:
-        return str(error)
+        gateway.tell({"path": "/health", "arm": arm.name, "error": str(error)})
+        return "busy" if isinstance(error, Overloaded) else "unavailable"
+    except Exception as error:
+        gateway.tell_fault(error, "health", "/health")
+        return "unavailable"
     gateway.token_at_s[arm.name] = time.monotonic()
     return "ready"
 
@@ -296,17 +345,15 @@ async def _state(gateway: Gateway, arm: Arm) -> str:
 async def _answer(gateway: Gateway, request: Request, path: str, parse: Parse) -> Response:
     arrived_ns = time.monotonic_ns()
     stated = request.headers.get("x-request-id", "")
-    request_id = stated if REQUEST_ID.fullmatch(stated) else f"req-{secrets.token_hex(12)}"
+    request_id = stated if REQUEST_ID.fullmatch(stated) else _new_id()
     key = "-"
     try:
         key = gateway.guard.name(request.headers.get("authorization"))
         gateway.guard.count(key)
         config = gateway.config
-        body = await _body(request, config.max_body_bytes, config.request_timeout_s)
-        try:
-            asked = parse(body)
-        except RecursionError as error:
-            raise Refusal("the body is nested too deeply") from error
+        data = await read_body(request, config.max_body_bytes, config.request_timeout_s)
+        with gateway.refusing_faults(request_id, path):
+            asked = await _asked(gateway, data, parse)
         _check_model(gateway, asked.model)
     except ClientDisconnect:
         return Response(status_code=400)
@@ -315,6 +362,20 @@ async def _answer(gateway: Gateway, request: Request, path: str, parse: Parse) -
     answers = Answers(asked, request_id, int(time.time()))
     session = request.headers.get("x-session-id") or asked.session or request_id
     return _Answer(gateway, answers, session, arrived_ns, path, key)
+
+
+async def _asked(gateway: Gateway, data: bytes, parse: Parse) -> Asked:
+    """What a body asks for. Raises Refusal."""
+
+    def asked() -> Asked:
+        try:
+            return parse(body_of(data))
+        except RecursionError as error:
+            raise Refusal("the body is nested too deeply") from error
+
+    if len(data) <= READ_AT_ONCE_BYTES:
+        return asked()
+    return await asyncio.get_running_loop().run_in_executor(gateway.reader, asked)
 
 
 def _begun(gateway: Gateway, answers: Answers, session: str, arrived_ns: int) -> Running:
@@ -339,55 +400,18 @@ def _cast(gateway: Gateway, shadow: Running) -> None:
     async def send() -> None:
         status, failure = 200, None
         try:
-            async for _ in shadow.pieces():
-                pass
+            with gateway.refusing_faults(shadow.answers.id, "shadow"):
+                async for _ in shadow.pieces():
+                    pass
         except ClientError as error:
-            refusal = refusal_of(error, 1)
-            status, failure = refusal.status, refusal.message
+            status, failure = refusal_of(error, 1).status, str(error)
+        except Refusal as refusal:
+            status, failure = refusal.status, refusal.code
         gateway.note(shadow.finished(status, failure), "shadow", "-")
 
     task = asyncio.get_running_loop().create_task(send())
     gateway.shadows.add(task)
     task.add_done_callback(gateway.shadows.discard)
-
-
-async def _body(request: Request, max_bytes: int, limit_s: float) -> dict[str, Any]:
-    """The request's JSON object. Raises Refusal."""
-    too_long = Refusal(f"the body has more than {max_bytes:,} bytes", status=413)
-    if int(request.headers.get("content-length") or 0) > max_bytes:
-        raise too_long
-
-    async def read() -> bytes:
-        data = b""
-        async for part in request.stream():
-            data += part
-            if len(data) > max_bytes:
-                raise too_long
-        return data
-
-    try:
-        data = await asyncio.wait_for(read(), limit_s)
-    except asyncio.TimeoutError as error:  # another class than TimeoutError in Python 3.10
-        raise Refusal(f"the body has not come within {limit_s:g} s", status=408) from error
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refusal("the body has to be a JSON object")
-    # JSON can spell half of a surrogate pair (a client that cut a text within an emoji does), which
-    # no text in UTF-8 has. Names and keys would carry it as far as a prompt.
-    if SURROGATE.search(data) and not _is_text(body):
-        raise Refusal("the body has half of a surrogate pair, as where an emoji was cut in two")
-    return body
-
-
-def _is_text(body: dict[str, Any]) -> bool:
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        return False
-    return True
 
 
 class _Answer(Response):
@@ -413,7 +437,8 @@ class _Answer(Response):
         gateway, answers = self._gateway, self._answers
         try:
             with gateway.guard.place():
-                running = _begun(gateway, answers, self._session, self._arrived_ns)
+                with gateway.refusing_faults(answers.id, self._path):
+                    running = _begun(gateway, answers, self._session, self._arrived_ns)
                 await self._run(running, scope, receive, send)
         except Refusal as refusal:
             refused = gateway.refuse(refusal, answers.id, self._path, self._key)
@@ -424,52 +449,72 @@ class _Answer(Response):
         failure: str | None = None
         try:
             left = asyncio.create_task(_left(receive))
-            task = asyncio.create_task(self._send(running, scope, receive, send))
+            task = asyncio.create_task(self._send(running, scope, receive, _Sender(send)))
             limit_s = self._gateway.config.request_timeout_s
             if await watched(task, left, limit_s + min(limit_s, READING_S)):
                 status, failure = task.result()
+        except Exception:
+            status, failure = 500, INTERNAL
+            raise
         finally:
             self._gateway.note(running.finished(status, failure), self._path, self._key)
 
     async def _send(
-        self, running: Running, scope: Scope, receive: Receive, send: Send
+        self, running: Running, scope: Scope, receive: Receive, send: _Sender
     ) -> tuple[int | None, str | None]:
         """Returns the status that was sent, and why it is not 200; None if the client has left."""
-        id_ = running.answers.id
+        gateway, id_ = self._gateway, running.answers.id
         try:
-            if not running.asked.streams:
-                content = await running.whole(self._gateway.spell)
-                headers = {"X-Request-Id": id_, **_speculation_headers(running)}
-                await JSONResponse(content, 200, headers)(scope, receive, send)
-                return 200, None
-            return await self._stream(running, send)
-        except ClientError as error:
-            refusal = refusal_of(error, self._gateway.guard.retry_after_s())
-            await _refused(refusal, id_)(scope, receive, send)
-            return refusal.status, refusal.message
-        except OSError:  # uvicorn: the client has left
+            with gateway.refusing_faults(id_, self._path):
+                if running.asked.streams:
+                    await self._stream(running, send)
+                else:
+                    content = await running.whole(gateway.spell)
+                    headers = {"X-Request-Id": id_, **_speculation_headers(running)}
+                    await JSONResponse(content, 200, headers)(scope, receive, send)
+            return 200, None
+        except ClientDisconnect:
             return None, None
+        except ClientError as error:
+            refusal = refusal_of(error, gateway.guard.retry_after_s())
+            failure = str(error)
+        except Refusal as fault:
+            refusal, failure = fault, str(fault.code)
+        if send.has_begun:
+            await send(_part(error_event(refusal)))
+            await send(END)
+        else:
+            await _refused(refusal, id_)(scope, receive, send)
+        return refusal.status, failure
 
-    async def _stream(self, running: Running, send: Send) -> tuple[int | None, str | None]:
+    async def _stream(self, running: Running, send: Send) -> None:
         events = running.events()
         try:
             first = await anext(events)
             await send(_stream_start(running.answers.id))
             await send(_part(first))
-            status: int | None = 200
-            failure = None
-            try:
-                async for event in events:
-                    await send(_part(event))
-            except ClientError as error:
-                refusal = refusal_of(error, self._gateway.guard.retry_after_s())
-                status, failure = refusal.status, refusal.message
-                await send(_part(error_event(refusal)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return status, failure
+            async for event in events:
+                await send(_part(event))
+            await send(END)
         finally:
             with suppress(RuntimeError):
                 await events.aclose()  # type: ignore[attr-defined]
+
+
+class _Sender:
+    """Sends, and knows whether the head of the answer is out. Raises ClientDisconnect where the
+    server says so of a client that has left.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.has_begun = send, False
+
+    async def __call__(self, message: Message) -> None:
+        self.has_begun = True
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientDisconnect from error
 
 
 def _stream_start(request_id: str) -> dict[str, Any]:
@@ -484,6 +529,9 @@ def _stream_start(request_id: str) -> dict[str, Any]:
         "status": 200,
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
+
+
+END: dict[str, Any] = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 def _part(data: bytes) -> dict[str, Any]:

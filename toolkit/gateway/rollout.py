@@ -347,7 +347,7 @@ class Rollout:
         try:
             self._journal.add(entry, lasting=lasting)
         except OSError as error:
-            self.paused = f"{self._file} cannot be written ({error.strerror or error})"
+            self.paused = f"the journal cannot be written ({error.strerror or error})"
             return
         self.paused = None
         self._state.add(entry)
