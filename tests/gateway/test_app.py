@@ -530,8 +530,9 @@ arms = OneArm(Arm(SERVED, ScriptedBackend()))
 guard = Guard((), None, 1, time.monotonic)
 try:
     with interrupted_by_signals():
-        make = lambda: Gateway(GatewayConfig(), MODEL, arms, guard)
-        run(make, ready=lambda url: print(url, flush=True))
+        config = GatewayConfig()
+        make = lambda: Gateway(config, MODEL, arms, guard)
+        run(config, make, ready=lambda url: print(url, flush=True))
 except Signal:
     print("stopped")
 """

@@ -33,10 +33,12 @@ def gateway(
 ) -> Iterator[str]:
     """A gateway before the backend that `make` makes in the event loop: its URL."""
 
+    config = GatewayConfig(stop_timeout_s=1)
+
     def made() -> Gateway:
         backend: Backend = make()
         return Gateway(
-            GatewayConfig(stop_timeout_s=1),
+            config,
             MODEL,
             OneArm(Arm(SERVED, backend, is_plain=plain)),
             Guard((), None, 64, time.monotonic),
@@ -45,7 +47,7 @@ def gateway(
             log,
         )
 
-    with running(made) as url:
+    with running(config, made) as url:
         yield url
 
 

@@ -29,7 +29,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.client import ClientError, Options
 from toolkit.config.schema import GatewayConfig
@@ -49,7 +49,7 @@ from toolkit.gateway.protocol import (
     parse_completion,
 )
 
-__all__ = ["Gateway", "make_app"]
+__all__ = ["Gateway", "make_app", "make_full"]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,100}")
 HEALTH_AGE_S = 10.0  # a token is news of the server's health for so long
@@ -232,6 +232,23 @@ def make_app(gateway: Gateway) -> Starlette:
         exception_handlers={404: _not_found, 405: _not_found, Exception: failed},
         lifespan=lifespan,
     )
+
+
+def make_full(gateway: Gateway) -> ASGIApp:
+    """What answers where there are too many connections."""
+
+    async def full(scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = Refusal(
+            "there are too many connections",
+            status=503,
+            code="overloaded",
+            retry_after_s=gateway.guard.retry_after_s(),
+        )
+        response = gateway.refuse(refusal, _new_id(), "-", "-")
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+    return full
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
