@@ -15,10 +15,11 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.cli import write_config
 from tests.support.gateways import post, render, running
 from tests.support.stages import Silent
-from tests.workflows.test_built_for_vllm import loaded
 from toolkit.client import Completion
+from toolkit.config.load import load_config
 from toolkit.gateway.app import Gateway
 from toolkit.gateway.guard import Guard
 from toolkit.openai_client import OpenAiClient
@@ -32,6 +33,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 MODEL = "tiny"
 PROMPT = "def f(x):"
 MAX_SEQ_LEN = 128
+ENGINE = {
+    "kind": "vllm",
+    "dtype": "float32",
+    "max_batch_size": 4,
+    "max_input_len": 64,
+    "max_seq_len": MAX_SEQ_LEN,
+    "kv_cache_gib": 1,
+}
 COUNTED = re.compile(r"^vllm:(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 
 
@@ -59,7 +68,11 @@ def front(
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(tempfile, "tempdir", short)
-        config = loaded(root, vllm_pair, engine={"max_seq_len": MAX_SEQ_LEN})
+        models = {
+            role: {"checkpoint": str(path), "quantization": {"quant_algo": "NO_QUANT"}}
+            for role, path in zip(("target", "draft"), vllm_pair, strict=True)
+        }
+        config = load_config(write_config(root, vllm_pair, engine=ENGINE, **models))
         build(config, Workplace(root), Silent(), Store(root / "store"), until="package")
         with serve(config, Workplace(root).repository(MODEL)) as (_, servers):
             make_arms = one_arm(config, servers.address.url)
