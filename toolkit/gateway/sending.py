@@ -62,6 +62,8 @@ class Answer(Response):
             limit_s = self._gateway.config.request_timeout_s
             if await watched(task, left, limit_s + min(limit_s, READING_S)):
                 status, failure = task.result()
+        except ClientDisconnect:
+            pass
         except Exception:
             status, failure = 500, INTERNAL
             raise
@@ -70,8 +72,8 @@ class Answer(Response):
 
     async def _send(
         self, running: Running, scope: Scope, receive: Receive, send: _Sender
-    ) -> tuple[int | None, str | None]:
-        """Returns the status that was sent, and why it is not 200; None if the client has left."""
+    ) -> tuple[int, str | None]:
+        """Returns the status that was sent, and why it is not 200. Raises ClientDisconnect."""
         gateway, id_ = self._gateway, running.answers.id
         try:
             with gateway.refusing_faults(id_, self._path):
@@ -82,8 +84,6 @@ class Answer(Response):
                     headers = {"X-Request-Id": id_, **_speculation_headers(running)}
                     await JSONResponse(content, 200, headers)(scope, receive, send)
             return 200, None
-        except ClientDisconnect:
-            return None, None
         except ClientError as error:
             refusal = refusal_of(error, gateway.guard.retry_after_s())
             failure = str(error)
