@@ -32,7 +32,7 @@ from toolkit.workflows.serve import serve
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 MODEL = "tiny"
 PROMPT = "def f(x):"
-MAX_SEQ_LEN = 128
+MAX_SEQ_LEN = 512
 ENGINE = {
     "kind": "vllm",
     "dtype": "float32",
@@ -181,26 +181,34 @@ def test_a_seed_repeats_a_sampled_text(front: Front, options: dict[str, Any]) ->
     texts = []
     for _ in range(2):
         status, _, answer = post(front.url, "/v1/completions", asked)
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 20)
+        assert status == 200
         texts.append(answer["choices"][0]["text"])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] != ""
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_hangs_up_ends_its_request_there(front: Front, streams: bool) -> None:
-    aborted = front.counted("request_success_total", 'finished_reason="abort"')
+    """Else vLLM would write all of its tokens."""
+    length = MAX_SEQ_LEN - 20
+    written = front.counted("generation_tokens_total")
     host, port = front.url.removeprefix("http://").split(":")
-    data = json.dumps(body(max_tokens=110, stream=streams)).encode()
+    data = json.dumps(body(max_tokens=length, stream=streams)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     before = len(front.lines)
+
+    def is_idle() -> bool:
+        """vLLM says so in its next step, so it is given one."""
+        front.direct.generate("x", max_tokens=1)
+        return front.counted("num_requests_running") == 0
+
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + data)
         until(lambda: front.counted("num_requests_running") == 1)
-    until(lambda: front.counted("num_requests_running") == 0)
     until(lambda: len(front.lines) > before)
+    until(is_idle)
     line = json.loads(front.lines[-1])
     assert (line["status"], line["output_tokens"]) == ("hung up", None)
-    assert front.counted("request_success_total", 'finished_reason="abort"') == aborted + 1
+    assert front.counted("generation_tokens_total") - written < length
 
 
 def until(condition: Any) -> None:
@@ -216,8 +224,8 @@ def until(condition: Any) -> None:
     ("keys", "words"),
     [
         ({"num_draft_tokens": 0}, "the draft length is fixed when the server starts"),
-        ({"max_tokens": 1000}, f"max_model_len={MAX_SEQ_LEN}"),
-        ({"prompt": "x" * 500}, f"maximum context length is {MAX_SEQ_LEN}"),
+        ({"max_tokens": 2000}, f"max_model_len={MAX_SEQ_LEN}"),
+        ({"prompt": "x" * 600}, f"maximum context length is {MAX_SEQ_LEN}"),
         ({"top_p": 0}, "top_p must be in"),
         ({"seed": 2**63}, "seed"),
         ({"tools": [{"type": "function"}]}, "tools"),
