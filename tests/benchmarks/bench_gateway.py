@@ -90,12 +90,14 @@ def serve_gateway(ready: Connection, grpc_url: str) -> None:
     from toolkit.gateway.guard import Guard
     from toolkit.gateway.program import run
 
+    config = GatewayConfig(stop_timeout_s=0)
+
     def make() -> Gateway:
         arms = OneArm(Arm(SERVED, TritonBackend(grpc_url)))
         guard = Guard((), None, 1000, time.monotonic)
-        return Gateway(GatewayConfig(stop_timeout_s=0), "m", arms, guard, log=lambda line: None)
+        return Gateway(config, "m", arms, guard, log=lambda line: None)
 
-    run(make, ready=ready.send)
+    run(config, make, ready=ready.send)
 
 
 async def over_gateway(url: str, end_s: float, lags: list[int]) -> None:

@@ -465,6 +465,18 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
             "triton.grpc_port",
             "8000 is also http_port",
         ),
+        *(
+            ("engine:", f"rollout: {{{keys}}}\nengine:", path, message)
+            for keys, path, message in (
+                ("steps: []", "rollout.steps", "there are no steps"),
+                ("steps: [1, 5, 25]", "rollout.steps", "the last step is 25"),
+                ("steps: [5, 1, 100]", "rollout.steps", "1 comes after 5"),
+                ("steps: [1, 1, 100]", "rollout.steps", "1 comes after 1"),
+                ("steps: [1, 200]", "rollout.steps.1", "200 is out of range"),
+                ("steps: 100", "rollout.steps", "100 is not a list"),
+                ("steps: [0, 100], shadow: 0", "rollout.shadow", "has only shadow copies"),
+            )
+        ),
         ("name: tiny", "name: ../tiny", "name", "cannot be the name of a folder"),
         ("name: tiny", "name: a..b", "name", "must not contain"),
     ],

@@ -11,13 +11,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 
-from tests.support.gateways import MODEL, ScriptedBackend, gateway, post
+from tests.support.gateways import MODEL, ScriptedBackend, gateway, post, render
 from toolkit.client import Options, RequestRefused, ServerUnavailable, Statistics
+from toolkit.gateway.arms import SERVED, Arm, Choice, OneArm
 from toolkit.gateway.backends import Overloaded
 
 KEY = "a-key-of-sixteen-characters"
@@ -122,7 +123,9 @@ def test_a_failure_before_the_first_word_has_a_status(
     with gateway(ScriptedBackend(failure=failure)) as served:
         sent = post(served.url, "/v1/completions", {**BODY, "stream": streams})
     assert sent[0] == status
-    assert str(failure) in sent[2]["error"]["message"]
+    # What is wrong with the server is for the log: it tells where the server is.
+    assert (str(failure) in sent[2]["error"]["message"]) == (status == 400)
+    assert str(failure) in json.loads(served.lines[0])["error"]
     assert ("retry-after" in sent[1]) == (status == 503)
 
 
@@ -130,12 +133,101 @@ def test_a_failure_in_the_midst_ends_the_stream_with_an_error() -> None:
     backend = ScriptedBackend(failure=ServerUnavailable("went away"), failing_after=2)
     with gateway(backend) as served, client(served.url) as clients:
         texts = []
-        with pytest.raises(openai.APIError, match="went away"):
+        with pytest.raises(openai.APIError, match="unavailable"):
             for event in clients.completions.create(model=MODEL, prompt="Hi", stream=True):
                 texts.append(event.choices[0].text)
         assert texts == [" a", " b"]
         until(lambda: len(served.lines) == 1)
-        assert json.loads(served.lines[0])["status"] == "503"
+        line = json.loads(served.lines[0])
+        assert (line["status"], line["error"]) == ("503", "went away")
+
+
+SECRET = "a secret of somebody"
+
+
+class SecretError(Exception):
+    """A planted fault, whose words hold what a client sent."""
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_fault_of_the_gateway_is_a_500_and_its_place_is_logged(streams: bool) -> None:
+    backend = ScriptedBackend(failure=SecretError(SECRET))
+    with gateway(backend) as served:
+        status, headers, body = post(
+            served.url, "/v1/completions", {**BODY, "stream": streams}, {"X-Request-Id": "mine-1"}
+        )
+        until(lambda: len(served.lines) == 2)
+        page = served.gateway.metrics.page().decode()
+        assert served.gateway.guard.running == 0
+        backend.failure = None
+        assert post(served.url, "/v1/completions", BODY)[0] == 200
+    assert (status, headers["x-request-id"]) == (500, "mine-1")
+    assert body["error"] == {
+        "message": "the gateway has failed at this request; its log has more under the id mine-1",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
+    fault, line = (json.loads(line) for line in served.lines[:2])
+    assert fault["id"] == line["id"] == "mine-1"
+    assert fault["fault"].endswith("SecretError")
+    assert any("gateways.py" in frame and " in stream: " in frame for frame in fault["traceback"])
+    assert (line["status"], line["error"]) == ("500", "internal_error")
+    assert not any(SECRET in line for line in served.lines)
+    assert 'requests_total{arm="served",path="/v1/completions",status="500"} 1.0' in page
+    assert "hung up" not in page
+
+
+def test_a_fault_in_the_midst_ends_the_stream_with_an_error() -> None:
+    backend = ScriptedBackend(failure=KeyError("x"), failing_after=2)
+    with gateway(backend) as served:
+        with _sent(served.url, {**BODY, "stream": True}) as connection:
+            data = b""
+            while b"\r\n0\r\n\r\n" not in data:  # the end that HTTP needs
+                part = connection.recv(10_000)
+                assert part, data
+                data += part
+        until(lambda: len(served.lines) == 2)
+        assert json.loads(served.lines[1])["status"] == "500"
+        assert served.gateway.guard.running == 0
+    events = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")]
+    assert json.loads(events[-1])["error"]["code"] == "internal_error"
+    assert len(events) == 3
+
+
+def _broken(*_: object) -> Any:
+    raise SecretError(SECRET)
+
+
+@pytest.mark.parametrize("where", ["template", "choice", "summary", "health"])
+def test_a_fault_outside_an_answer_is_told_in_the_same_way(where: str) -> None:
+    arms = OneArm(Arm(SERVED, ScriptedBackend(failure=SecretError(SECRET))))
+    if where in ("choice", "summary"):
+        arms = BrokenArms(arms.arm)
+    with gateway(arms=arms, renders=_broken) as served:
+        if where == "template":
+            status, _, body = post(served.url, "/v1/chat/completions", CHAT)
+        elif where == "choice":
+            status, _, body = post(served.url, "/v1/completions", BODY)
+        else:
+            status, text = get(f"{served.url}/{where.replace('summary', 'rollout.json')}")
+            body = json.loads(text)
+    if where == "health":
+        assert (status, body["arms"]) == (503, {"served": "unavailable"})
+    else:
+        assert (status, body["error"]["code"]) == (500, "internal_error")
+    assert json.loads(served.lines[0])["fault"].endswith("SecretError")
+    assert not any(SECRET in line for line in served.lines)
+
+
+class BrokenArms(OneArm):
+    """Can do nothing."""
+
+    def choose(self, session: str, ticket: str, prompt: str | None) -> Choice:
+        return cast("Choice", _broken())
+
+    def summary(self) -> None:
+        _broken()
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -317,8 +409,8 @@ def test_health_is_a_token() -> None:
         assert len(backend.seen) == 1
     with gateway(ScriptedBackend(failure=ServerUnavailable("went away"))) as served:
         status, text = get(f"{served.url}/health")
-        assert status == 503
-        assert "went away" in text
+        assert (status, json.loads(text)["arms"]) == (503, {"served": "unavailable"})
+        assert "went away" in served.lines[0]
 
 
 def test_all_who_ask_for_the_health_share_one_probe() -> None:
@@ -361,7 +453,45 @@ def test_other_paths_say_which_there_are() -> None:
         status, text = get(f"{served.url}/v1/embeddings")
         assert status == 404
         assert "/v1/chat/completions" in json.loads(text)["error"]["message"]
-        assert get(f"{served.url}/v1/completions")[0] == 405
+
+
+def test_another_method_is_told_which_are_allowed() -> None:
+    with gateway() as served, pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{served.url}/v1/completions", timeout=30)
+    with caught.value as error:
+        assert (error.code, error.headers["allow"]) == (405, "POST")
+        assert json.loads(error.read())["error"]["code"] == "method_not_allowed"
+
+
+def test_of_a_key_that_comes_twice_the_last_one_counts() -> None:
+    with gateway() as served:
+        body = b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "prompt": "b"}'
+        assert post(served.url, "/v1/completions", body)[0] == 200
+        assert served.backend.seen[0][0] == "b"
+
+
+def test_a_long_conversation_holds_up_nobody_else() -> None:
+    """It is rendered beside the event loop, which meanwhile answers others."""
+    is_rendering, may_end = threading.Event(), threading.Event()
+
+    def renders(messages: object) -> str:
+        is_rendering.set()
+        assert may_end.wait(30)
+        return render(messages)
+
+    answers: list[Any] = []
+    long = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 100_000}]}
+    with gateway(renders=renders) as served:
+        thread = threading.Thread(
+            target=lambda: answers.append(post(served.url, "/v1/chat/completions", long))
+        )
+        thread.start()
+        assert is_rendering.wait(30)
+        assert post(served.url, "/v1/completions", BODY)[0] == 200
+        may_end.set()
+        thread.join(30)
+    assert answers[0][0] == 200
+    assert served.backend.seen[1][0] == "<user>" + "x" * 100_000
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
@@ -400,8 +530,9 @@ arms = OneArm(Arm(SERVED, ScriptedBackend()))
 guard = Guard((), None, 1, time.monotonic)
 try:
     with interrupted_by_signals():
-        make = lambda: Gateway(GatewayConfig(), MODEL, arms, guard)
-        run(make, ready=lambda url: print(url, flush=True))
+        config = GatewayConfig()
+        make = lambda: Gateway(config, MODEL, arms, guard)
+        run(config, make, ready=lambda url: print(url, flush=True))
 except Signal:
     print("stopped")
 """

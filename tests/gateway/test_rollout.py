@@ -293,14 +293,35 @@ def test_the_journal_of_another_roll_out_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "journal.1.jsonl").exists()
 
 
+BEGIN = {"kind": "begin", "version": 1, "ids": {}, "settings": {}, "time": 1.0}
+
+
 @pytest.mark.parametrize(
-    "text", ["nonsense\n", "[1]\n", '{"kind": "begin"}\n', '{"settings": 5}\n']
+    ("text", "words"),
+    [
+        ("nonsense\n", "is not the journal"),
+        ("[1]\n", "is not the journal"),
+        ("[" * 5000 + "\n", "is not the journal"),
+        ("\0\n", "is not the journal"),
+        ('{"kind": "begin"}\n', "cannot be followed"),
+        ('{"settings": 5}\n', "cannot be followed"),
+        (json.dumps({**BEGIN, "settings": {"step": 1}}) + "\n", r"\(step: extra inputs"),
+        (json.dumps({**BEGIN, "ids": []}) + "\n", r"\(ids: "),
+        ("", "no roll-out"),
+        (json.dumps(BEGIN), "no roll-out"),  # cut before its end
+    ],
 )
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "journal.jsonl"
     file.write_text(text)
-    with pytest.raises(UsageError, match="journal"):
+    with pytest.raises(UsageError, match=words) as caught:
         status_of(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_folder_is_no_journal(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no regular file"):
+        status_of(tmp_path)
 
 
 def test_a_journal_that_cannot_be_written_sends_all_to_the_baseline(
@@ -341,16 +362,66 @@ def test_an_operator_rolls_back_a_running_and_a_stopped_roll_out(tmp_path: Path)
         order_rollback(tmp_path / "c" / "journal.jsonl", "no")
 
 
-@pytest.mark.parametrize("fault", [{"step": 99}, {"step": "1"}, {"step": -1}, {"outcome": "won"}])
-def test_a_decision_that_cannot_be_is_refused(tmp_path: Path, fault: dict[str, Any]) -> None:
+DECISION = {"kind": "decision", "time": 1.0, "outcome": "running", "step": 1, "why": "it is well"}
+SESSION = {
+    "kind": "session",
+    "session": 1 << 63,
+    "arm": "candidate",
+    "share": 0.5,
+    "error": False,
+    "ttft_ms": 1,
+    "token_ms": None,
+    "acceptance": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (DECISION, {"step": 99}),
+        (DECISION, {"step": "1"}),
+        (DECISION, {"step": -1}),
+        (DECISION, {"outcome": "won"}),
+        (DECISION, {"time": "yesterday"}),
+        (DECISION, {"why": 5}),
+        (SESSION, {"arm": "other"}),
+        (SESSION, {"ttft_ms": "1"}),
+        (SESSION, {"ttft_ms": float("nan")}),
+        (SESSION, {"share": 7}),
+        (SESSION, {"session": [1]}),
+        (SESSION, {"kind": "other"}),
+        (SESSION, {"kind": "begin"}),
+    ],
+)
+def test_a_line_that_cannot_be_is_refused_with_its_number(
+    tmp_path: Path, line: dict[str, Any], fault: dict[str, Any]
+) -> None:
     file = tmp_path / "journal.jsonl"
     with rolled(file):
         pass
-    line = {"kind": "decision", "outcome": "running", "step": 1, "why": "", **fault}
     with file.open("a") as journal:
         journal.write(json.dumps(line) + "\n")
-    with pytest.raises(UsageError, match="cannot be followed"):
+    status_of(file)
+    with file.open("a") as journal:
+        journal.write(json.dumps({**line, **fault}) + "\n")
+    with pytest.raises(UsageError, match=r"jsonl:3: the line cannot be followed") as caught:
         status_of(file)
+    assert next(iter(fault)) in str(caught.value)
+    assert "--fresh" in str(caught.value)
+
+
+def test_the_journal_of_another_version_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    with rolled(file):
+        pass
+    begin = json.loads(file.read_text())
+    file.write_text(json.dumps({**begin, "version": 2}) + "\n")
+    with pytest.raises(UsageError, match="has form 2, and this version of the toolkit reads 1"):
+        status_of(file)
+    del begin["version"]  # the first one had none
+    file.write_text(json.dumps(begin) + "\n")
+    with rolled(file) as rollout:
+        assert rollout.state.outcome == "running"
 
 
 def test_a_roll_out_that_runs_is_not_set_aside(tmp_path: Path) -> None:

@@ -66,12 +66,14 @@ def run_gateway(port: int, grpc_url: str) -> None:
     from toolkit.gateway.guard import Guard
     from toolkit.gateway.program import run
 
+    config = GatewayConfig(port=port)
+
     def make() -> Gateway:
         guard = Guard((), None, 1000, time.monotonic)
         arms = OneArm(Arm(SERVED, TritonBackend(grpc_url)))
-        return Gateway(GatewayConfig(port=port), "m", arms, guard, log=lambda line: None)
+        return Gateway(config, "m", arms, guard, log=lambda line: None)
 
-    run(make, ready=lambda url: None)
+    run(config, make, ready=lambda url: None)
 
 
 def ask(port: int, prompt: str) -> tuple[str, str]:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.client import Chunk, ClientError, Options, RequestRefused, Statistics
+from toolkit.client import Chunk, Options, RequestRefused, Statistics
 from toolkit.config.schema import GatewayConfig
 from toolkit.gateway.app import Gateway
 from toolkit.gateway.arms import SERVED, Arm, Arms, OneArm
 from toolkit.gateway.backends import Piece
+from toolkit.gateway.connections import HEAD_S
 from toolkit.gateway.guard import Guard
 from toolkit.gateway.program import run
 
@@ -38,7 +39,7 @@ class ScriptedBackend:
 
     words: Sequence[str] = WORDS
     delay_s: float = 0.0
-    failure: ClientError | None = None
+    failure: Exception | None = None
     failing_after: int = 0
     hangs_after: int | None = None
     text: Callable[[str, Options], Sequence[str]] | None = None
@@ -105,6 +106,8 @@ def gateway(
     arms: Arms | None = None,
     renders: Callable[[object], str] | None = render,
     now: Callable[[], float] = time.monotonic,
+    max_connections: int | None = None,
+    head_s: float = HEAD_S,
     **settings: Any,
 ) -> Iterator[Served]:
     """A gateway until the block ends. settings: keys of the YAML's section `gateway`."""
@@ -121,7 +124,8 @@ def gateway(
         lambda token: f"t{token}",
         lines.append,
     )
-    with running(lambda: made) as url:
+    bounds = {"max_connections": max_connections, "head_s": head_s}
+    with running(config, lambda: made, **bounds) as url:
         yield Served(url, made, backend, lines)
 
 
@@ -130,8 +134,8 @@ class _Stop(Exception):
 
 
 @contextmanager
-def running(make: Callable[[], Gateway]) -> Iterator[str]:
-    """Run the program in a thread until the block ends: its URL."""
+def running(config: GatewayConfig, make: Callable[[], Gateway], **bounds: Any) -> Iterator[str]:
+    """Run the program in a thread until the block ends: its URL. bounds: of connections."""
     urls: list[str] = []
     failures: list[BaseException] = []
     is_ready, stops = threading.Event(), threading.Event()
@@ -146,7 +150,7 @@ def running(make: Callable[[], Gateway]) -> Iterator[str]:
 
     def serve() -> None:
         try:
-            run(make, ready=ready, check=check)
+            run(config, make, ready=ready, check=check, **bounds)
         except _Stop:
             pass
         except BaseException as error:

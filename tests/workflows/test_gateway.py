@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.support.cli import toolkit, write_config
 from tests.support.deployments import config_of
 from toolkit.errors import UsageError
 from toolkit.workflows.gateway import server_address
@@ -46,3 +48,23 @@ def test_what_cannot_be_an_address_is_refused(kind: str, written: str, words: st
 def test_a_kind_without_a_switch_needs_a_baseline_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--baseline"):
         rollout_maker(config_of("vllm"), "127.0.0.1:1", "plain", tmp_path / "journal.jsonl")
+
+
+def test_a_fresh_roll_out_that_cannot_listen_leaves_the_older_one(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_pair)
+    journal = tmp_path / "build" / "rollouts" / "tiny" / "journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    journal.write_text("the older one")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = toolkit(
+            *("rollout", "run", str(config), "127.0.0.1:9", "--fresh"),
+            *("--set", f"gateway.port={port}"),
+            cwd=tmp_path,
+        )
+    assert done.returncode == 3
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert [file.name for file in journal.parent.iterdir()] == ["journal.jsonl"]
+    assert journal.read_text() == "the older one"

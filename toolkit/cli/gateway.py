@@ -77,4 +77,4 @@ def run_gateway(
         )
         show("ready; Ctrl-C stops it")
 
-    run(make_gateway, ready=ready, check=check)
+    run(config.gateway, make_gateway, ready=ready, check=check)

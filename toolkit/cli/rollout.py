@@ -67,13 +67,13 @@ def run(
     if baseline != PLAIN:
         baseline = server_address(loaded, baseline)
     file = here().rollout(loaded.name)
-    if fresh:
-        set_aside(file)
     make = rollout_maker(loaded, candidate, baseline, file)
     running: list[Rollout] = []
     told: list[Any] = []
 
     def make_arms() -> Rollout:
+        if fresh:  # only now: a gateway that cannot start leaves the journal where it is
+            set_aside(file)
         running.append(make())
         return running[0]
 
@@ -136,11 +136,13 @@ def _print(summary: dict[str, Any]) -> None:
     from rich.table import Table
 
     out = console()
-    steps = summary["steps_percent"]
+    steps, ids = summary["steps_percent"], summary["ids"]
+    deployment, candidate, baseline = (
+        ids.get(name, "-") for name in ("deployment", "candidate", "baseline")
+    )
     out.print(
-        f"{summary['ids']['deployment']}: {summary['outcome']}, {summary['share_percent']:g} % of"
-        f" the sessions go to the candidate ({summary['ids']['candidate']}), the others to the"
-        f" baseline ({summary['ids']['baseline']})"
+        f"{deployment}: {summary['outcome']}, {summary['share_percent']:g} % of the sessions go to"
+        f" the candidate ({candidate}), the others to the baseline ({baseline})"
     )
     if summary["outcome"] == "running":
         out.print(

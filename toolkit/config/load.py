@@ -66,6 +66,7 @@ TYPES = {
     "bool_type": ("true or false", "Write true or false, without quotes."),
     "string_type": ("text", "Put it in quotes."),
     "path_type": ("a path", "Put it in quotes."),
+    "tuple_type": ("a list", "Write it in brackets, for example [1, 5, 25]."),
 }
 
 

@@ -683,14 +683,31 @@ class RolloutConfig(Section):
     min_acceptance_rate: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     max_divergence_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
 
+    @field_validator("steps")
+    @classmethod
+    def _steps_lead_to_all(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        if not steps:
+            raise ValueError("there are no steps; write percents that rise to 100: [1, 5, 25, 100]")
+        for before, after in itertools.pairwise(steps):
+            if after <= before:
+                raise ValueError(
+                    f"{after} comes after {before}; write percents that rise, each one once"
+                )
+        if steps[-1] != 100:
+            raise ValueError(
+                f"the last step is {steps[-1]}, so the new deployment would never have all;"
+                " write 100 after it"
+            )
+        return steps
+
     @field_validator("shadow")
     @classmethod
-    def _steps_lead_to_all(cls, shadow: int, info: ValidationInfo) -> int:
-        steps = info.data.get("steps", (100,))
-        if not steps or steps[-1] != 100 or list(steps) != sorted(set(steps)):
-            raise ValueError(f"steps {list(steps)} do not rise to 100; such as [1, 5, 25, 100]")
-        if steps[0] == 0 and shadow == 0:
-            raise ValueError("step 0 has only shadow copies, and there are none; raise shadow")
+    def _copies_where_there_is_nothing_else(cls, shadow: int, info: ValidationInfo) -> int:
+        if info.data.get("steps", (100,))[0] == 0 and shadow == 0:
+            raise ValueError(
+                "step 0 has only shadow copies, and there are none; write a shadow of at least 1,"
+                " or begin with step 1"
+            )
         return shadow
 
 

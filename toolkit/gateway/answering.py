@@ -26,11 +26,16 @@ HUNG_UP = "hung up"
 
 
 def refusal_of(error: ClientError, retry_after_s: int) -> Refusal:
-    """What a client is told of an error between the gateway and the server."""
+    """What a client is told of an error between the gateway and the server: of a request that the
+    server refuses, the server's words. Others tell where it is, which is not the clients' concern.
+    """
     if isinstance(error, RequestRefused):
         return Refusal(str(error))
-    code = "overloaded" if isinstance(error, Overloaded) else "unavailable"
-    return Refusal(str(error), status=503, code=code, retry_after_s=retry_after_s)
+    if isinstance(error, Overloaded):
+        what, code = "the model's server has no room for the request now", "overloaded"
+    else:
+        what, code = "the model's server is unavailable: it is gone, or has failed", "unavailable"
+    return Refusal(what, status=503, code=code, retry_after_s=retry_after_s)
 
 
 @dataclass
@@ -157,10 +162,12 @@ async def watched(work: asyncio.Task[Any], left: asyncio.Task[Any], limit_s: flo
     done. Else it is cancelled, and over when this returns. Only a client that does not read what it
     is sent can need the limit: the server's answer has a shorter one.
     """
-    await asyncio.wait({work, left}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-    left.cancel()
-    if work.done():
-        return True
-    work.cancel()
+    try:
+        await asyncio.wait({work, left}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return True
+    finally:
+        left.cancel()
+        work.cancel()  # does nothing if it is done
     await asyncio.gather(work, return_exceptions=True)
     return False

@@ -31,12 +31,12 @@ def read_journal(file: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError):
+            entry = None
+        if not isinstance(entry, dict):
             raise UsageError(
                 "is not the journal of a roll-out", where=f"{file}:{number}", hint="Move it away."
-            ) from error
-        if not isinstance(entry, dict):
-            raise UsageError("is not the journal of a roll-out", where=f"{file}:{number}")
+            )
         yield entry
 
 

@@ -7,11 +7,14 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import uvicorn
 
+from toolkit.config.schema import GatewayConfig
 from toolkit.errors import ServerError
-from toolkit.gateway.app import Gateway, make_app
+from toolkit.gateway.app import Gateway, make_app, make_full
+from toolkit.gateway.connections import HEAD_S, Connection, connections_for, raise_open_files
 
 __all__ = ["run"]
 
@@ -21,39 +24,58 @@ SWITCH_S = 0.0005
 
 
 def run(
+    config: GatewayConfig,
     make_gateway: Callable[[], Gateway],
     *,
     ready: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
+    max_connections: int | None = None,
+    head_s: float = HEAD_S,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests then have `gateway.stop_timeout_s` to end.
 
-    make_gateway: is called inside the event loop, to which its connections belong. ready: is told
-    the URL when requests are taken. check: raises an error when there is nothing left to serve,
-    which ends the gateway. Raises ServerError if the address cannot be listened on.
+    make_gateway: is called inside the event loop, to which its connections belong, and once the
+    address is this process's. ready: is told the URL when requests are taken. check: raises an
+    error when there is nothing left to serve, which ends the gateway. max_connections: of clients;
+    None: by the requests and the files that the process may open. Raises ServerError if the address
+    cannot be listened on.
     """
+    if max_connections is None:
+        max_connections = connections_for(config.max_requests, raise_open_files())
     # gRPC's own thread hands its news over under the interpreter's lock, for which it would wait up
     # to 5 ms while this thread is busy.
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
-        asyncio.run(_run(make_gateway, ready, check))
+        asyncio.run(_run(config, make_gateway, ready, check, max_connections, head_s))
     finally:
         sys.setswitchinterval(before)
 
 
 async def _run(
+    config: GatewayConfig,
     make_gateway: Callable[[], Gateway],
     ready: Callable[[str], None],
     check: Callable[[], None],
+    max_connections: int,
+    head_s: float,
 ) -> None:
-    gateway = make_gateway()
-    config = gateway.config
     listening = _listen(config.host, config.port)
+    try:
+        gateway = make_gateway()
+    except BaseException:
+        listening.close()
+        raise
+    connection = partial(
+        Connection, max_connections=max_connections, head_s=head_s, full=make_full(gateway)
+    )
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(gateway),
+            http=connection,  # type: ignore[arg-type]
+            ws="none",
             log_config=None,
+            log_level="error",  # no line per client that speaks no HTTP
             access_log=False,
             server_header=False,
             lifespan="on",

@@ -18,18 +18,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from toolkit.config.schema import RolloutConfig
 from toolkit.errors import UsageError
 from toolkit.gateway.arms import Arm, Choice, Finished
 from toolkit.gateway.evidence import Evidence, Observation, Texts
 from toolkit.gateway.journal import Journal, read_journal
+from toolkit.gateway.lines import VERSION, Outcome, fault_of
 
 __all__ = ["BASELINE", "CANDIDATE", "Rollout", "RolloutState", "decision", "read_state"]
 
 BASELINE, CANDIDATE = "baseline", "candidate"
-Outcome = Literal["running", "promoted", "rolled back"]
 MAX_TICKETS = 100_000  # requests whose end is awaited; the oldest are forgotten
 MAX_TEXTS = 1000  # answers that wait for the other arm's
 LATENCIES = 500  # of each arm, for the percentiles that people are shown
@@ -112,10 +112,6 @@ class RolloutState:
             self.differing += not entry["equal"]
             self.in_step += self.share == 0.0
         elif kind == "decision":
-            if entry["outcome"] not in get_args(Outcome):
-                raise ValueError(f"outcome {entry['outcome']!r}")
-            if entry["step"] not in range(len(self.settings.steps)):
-                raise ValueError(f"step {entry['step']!r}")
             self.outcome, self.step, self.why = entry["outcome"], entry["step"], entry["why"]
             self.in_step = 0
             self.decisions.append(dict(entry))
@@ -172,16 +168,20 @@ def read_state(file: Path) -> tuple[dict[str, Any], RolloutState] | None:
     """(its first line, the state) of a journal; None if there is none. Raises UsageError."""
     state: RolloutState | None = None
     begin: dict[str, Any] = {}
-    for entry in read_journal(file):
-        try:
-            if state is None:
-                begin, state = entry, RolloutState(RolloutConfig(**entry["settings"]))
-            else:
-                state.add(entry)
-        except (KeyError, TypeError, ValueError) as error:
+    for number, entry in enumerate(read_journal(file), 1):
+        steps = 0 if state is None else len(state.settings.steps)
+        fault = fault_of(entry, is_first=state is None, steps=steps)
+        if fault is not None:
             raise UsageError(
-                f"a line cannot be followed ({error!r})", where=file, hint="Move the file away."
-            ) from error
+                f"the line cannot be followed ({fault})",
+                where=f"{file}:{number}",
+                hint="toolkit rollout run --fresh puts the file aside, and begins anew.",
+            )
+        if state is None:
+            begin = {"version": VERSION, **entry}
+            state = RolloutState(RolloutConfig(**entry["settings"]))
+        else:
+            state.add(entry)
     return None if state is None else (begin, state)
 
 
@@ -223,6 +223,7 @@ class Rollout:
         self._journal = Journal(file)
         begin = {
             "kind": "begin",
+            "version": VERSION,
             "ids": dict(ids),
             "settings": settings.model_dump(mode="json"),
         }
@@ -347,7 +348,7 @@ class Rollout:
         try:
             self._journal.add(entry, lasting=lasting)
         except OSError as error:
-            self.paused = f"{self._file} cannot be written ({error.strerror or error})"
+            self.paused = f"the journal cannot be written ({error.strerror or error})"
             return
         self.paused = None
         self._state.add(entry)
