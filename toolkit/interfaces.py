@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_PENALTY",
+    "CopyingEngine",
     "Engine",
     "EngineBackend",
     "EngineLoader",
@@ -227,6 +228,17 @@ class PackingEngine(Protocol):
 
         Returns logits [sum of wanted, vocab], those of the first row first. The length of every
         slot grows by that of its row.
+        """
+        ...
+
+
+@runtime_checkable
+class CopyingEngine(Protocol):
+    """A StepEngine that copies what it has cached of a sequence to another slot."""
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Replace what `slot` holds by the first `length` tokens of `source`, which has as many and
+        keeps its own. A forward then gives the same logits, bit for bit, as in `source`.
         """
         ...
 
