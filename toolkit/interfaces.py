@@ -99,6 +99,7 @@ class GenerationRequest:
     cumulative_logprob: sum the log-probabilities of the output tokens, which costs a pass over the
     vocabulary per token.
     running_stats: every event has the statistics so far, not only the last one.
+    cache_salt: only requests with the same one begin with what another left in a KV cache.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class GenerationRequest:
     deadline_ns: int | None = None
     cumulative_logprob: bool = False
     running_stats: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,8 @@ class RequestStats:
     steps_by_reason: why the steps had the draft length that they had, in the order in which the
     reasons came up; together they are verify_steps. draft_len_changes: how often the length that is
     chosen for the request changed. draft_probes: how often it was asked whether drafts would pay
-    again.
+    again. reused_prompt_tokens: how many tokens of the prompt an earlier request left in the
+    target's KV cache; None if that is not known.
     """
 
     prompt_tokens: int
@@ -150,6 +153,7 @@ class RequestStats:
     steps_by_reason: Mapping[DraftLenReason, int] = field(default_factory=dict)
     draft_len_changes: int = 0
     draft_probes: int = 0
+    reused_prompt_tokens: int | None = None
 
     @property
     def acceptance_rate(self) -> float | None:

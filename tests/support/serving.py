@@ -13,7 +13,8 @@ from toolkit.records.build import CompiledEngine, QuantizedCheckpoint, TritonRep
 MAX_BATCH_SIZE = 4
 MAX_QUEUE_SIZE = 32
 MAX_INPUT_LEN = 96
-# Long enough that a whole sequence takes longer than a client needs to hang up, on a fast core, too.
+# Long enough that a whole sequence takes longer than a client needs to hang up, on a fast core,
+# too.
 MAX_SEQ_LEN = 960
 MAX_DRAFT_LEN = 3
 
