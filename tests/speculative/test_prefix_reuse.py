@@ -251,3 +251,14 @@ def test_many_at_once_that_share_a_beginning_come_out_as_each_alone() -> None:
     assert reused == [0] * 3 + [len(SYSTEM)] * 9
     again = serve(runtime, [replace(request, request_id="x") for request in requests[:1]])
     assert again[0].ids == outcomes[0].ids
+
+
+@pytest.mark.parametrize("position", range(1, 6))
+def test_drafts_behind_the_end_of_a_text_are_not_held(position: int) -> None:
+    """The end token is an accepted draft, and so are those behind it."""
+    ids = alone(make_request(SYSTEM, 12))
+    target, draft = TableEngine(1, closeness=0.8), TableEngine(1, closeness=0.8)
+    runtime = make_runtime(target, draft, reuse_prefixes=True, eos_token_ids=(ids[position],))
+    outcome = serve_one(runtime, make_request(SYSTEM, 12))
+    assert outcome.ids == ids[: 1 + ids.index(ids[position])]
+    assert_caches_are_known(runtime, target, draft)

@@ -98,6 +98,8 @@ class Sequence:
         """Why the next step drafts as many tokens as it does."""
         if self.draft_failed:
             return "draft failed"
+        if self._reason == "request" and self.load_limit < self._draft_len:
+            return "load"
         return self._reason if self.adaptation is None else self.adaptation.reason
 
     def take(self, accepted: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:

@@ -532,8 +532,8 @@ class SpeculativeRuntime:
         return outcomes, read_ns
 
     def _limit_by_load(self, rows: list[Sequence]) -> None:
-        """Apply the schedule's draft length for this many requests. A draft that skipped some steps
-        catches up when it is used again.
+        """Apply the schedule's draft length for this many requests, whatever they ask for. A draft
+        that skipped some steps catches up when it is used again.
         """
         if not self.settings.draft_len_schedule:
             return
@@ -541,7 +541,7 @@ class SpeculativeRuntime:
             length for requests, length in self.settings.draft_len_schedule if requests <= len(rows)
         ]
         for row in rows:
-            if row.request.draft_len is None and lengths:
+            if lengths:
                 row.load_limit = lengths[-1]
 
     # Adaptive draft lengths.
