@@ -12,7 +12,7 @@ longest ago. Then the source may also be a slot whose request still runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Place", "Slot", "choose_place", "common_length"]
@@ -46,7 +46,7 @@ class Place:
 
 
 def choose_place(
-    free: Sequence[Slot], used: Iterable[Slot], ids: Sequence[int], salt: str, *, copies: bool
+    free: Sequence[Slot], used: Sequence[Slot], ids: list[int], salt: str, *, copies: bool
 ) -> Place:
     """Choose one of the free slots, at least one, for the sequence `ids`. used: the slots of
     running sequences. copies: whether the engine does; if not, `used` do not matter.
@@ -73,7 +73,7 @@ def choose_place(
     return Place(oldest, source, min(most, shared[source.number]))
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+def common_length(first: list[int], second: list[int]) -> int:
     """How long the common beginning is. Compares whole parts, which takes about 10 ns a token."""
     equal, end = 0, min(len(first), len(second))
     while equal < end:
