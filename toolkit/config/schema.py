@@ -336,6 +336,7 @@ class TorchEngineConfig(EngineLengths):
     dtype: ComputeDtype = "float32"
     threads: Count | None = None  # None: all cores this process may use
     prefill_chunk_len: Count = 64  # tokens of a prompt in one forward
+    enable_prefix_caching: bool = True
 
     @property
     def version(self) -> None:
@@ -350,7 +351,7 @@ class TorchEngineConfig(EngineLengths):
 
     @property
     def enable_block_reuse(self) -> bool:
-        return False
+        return self.enable_prefix_caching
 
 
 class TensorRtLlmConfig(EngineLengths):
