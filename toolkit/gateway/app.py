@@ -11,6 +11,7 @@ Prompts and texts are never logged. /health and /metrics need no key.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import re
@@ -308,6 +309,8 @@ async def _answer(gateway: Gateway, request: Request, path: str, parse: Parse) -
         except RecursionError as error:
             raise Refusal("the body is nested too deeply") from error
         _check_model(gateway, asked.model)
+        if gateway.guard.keys:
+            asked = dataclasses.replace(asked, key=key)
     except ClientDisconnect:
         return Response(status_code=400)
     except Refusal as refusal:
