@@ -28,6 +28,7 @@ import re
 import struct
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ TENSORS = {
     "num_draft_tokens": "num_draft_tokens",
     "acceptance": "acceptance",
     "timeout_ms": "timeout_ms",
+    "cache_salt": "cache_salt",
     "log_probs": "return_log_probs",
 }
 # TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` templates name these tensors without the prefix,
@@ -145,6 +147,7 @@ class Options:
     num_draft_tokens: int | None = None
     acceptance: str | None = None
     timeout_ms: int | None = None
+    cache_salt: str | None = None
     log_probs: bool | None = None  # of the output tokens, with the last chunk's statistics
 
 
@@ -413,7 +416,8 @@ class Client:
     ) -> list[RequestTiming]:
         """Stream and time every prompt, `concurrency` at a time in a closed loop.
 
-        The results are in the order of the prompts.
+        The results are in the order of the prompts. No request begins with what an earlier one left
+        in a KV cache, where the model has the input cache_salt and the options do not state one.
         """
         all_options = dataclasses.replace(options or Options(), **overrides)
         self.interface()  # ask for it now, so that no request is timed with it
@@ -422,7 +426,16 @@ class Client:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(lambda prompt: self._time(prompt, all_options), prompts))
 
+    def apart(self, options: Options) -> Options:
+        """The options of a request that shares its KV cache with no other, if the model has the
+        input cache_salt. One that is stated stays.
+        """
+        if options.cache_salt is not None or "cache_salt" not in self.interface().inputs:
+            return options
+        return dataclasses.replace(options, cache_salt=uuid.uuid4().hex)
+
     def _time(self, prompt: str, options: Options) -> RequestTiming:
+        options = self.apart(options)
         sent_ns = time.monotonic_ns()
         return timing(prompt, list(self._call(prompt, options, "", streaming=True)), sent_ns)
 
@@ -911,8 +924,9 @@ def asker(client: Client, options: Options) -> Ask:
     """Sends a prompt and times its answer, in chunks if the model streams."""
 
     def whole(prompt: str) -> RequestTiming:
+        own_options = client.apart(options)
         sent_ns = time.monotonic_ns()
-        answer = client.generate(prompt, options)
+        answer = client.generate(prompt, own_options)
         chunks = ((time.monotonic_ns(), answer.statistics.output_tokens),)
         return RequestTiming(
             prompt=prompt,

@@ -31,6 +31,7 @@ def load_runtime(
     ngram_size: int | None = None,
     max_prompt_tokens: int | None = None,
     adaptive: Mapping[str, Any] | None = None,
+    reuse_prefixes: bool = False,
 ) -> SpeculativeRuntime:
     """Load both engines, and the tokenizer and EOS ids from the target's directory.
 
@@ -40,7 +41,8 @@ def load_runtime(
     requests are decoded plainly. draft_len_schedule: pairs (running requests, draft length); a
     length holds from that many running requests on. max_prompt_tokens: requests with longer prompts
     are decoded plainly. adaptive: the fields of AdaptiveSettings, if draft lengths are chosen while
-    requests run; the engines are then timed first.
+    requests run; the engines are then timed first. reuse_prefixes: a prompt is computed only from
+    where it differs from what a KV cache holds.
 
     Raises CheckpointError if a directory is not an engine, PairingError if the engines do not
     belong together, UsageError if the target's engine was not built for this draft length,
@@ -76,6 +78,7 @@ def load_runtime(
         max_input_len=config["build_config"]["max_input_len"],
         max_prompt_tokens=max_prompt_tokens,
         adaptive=None if adaptive is None else AdaptiveSettings(**adaptive),
+        reuse_prefixes=reuse_prefixes,
     )
     drafter = None if ngram_size is None or max_draft_len == 0 else NgramDrafter(ngram_size)
     return SpeculativeRuntime(target, draft, codec, settings, drafter=drafter)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_PENALTY",
+    "CopyingEngine",
     "Engine",
     "EngineBackend",
     "EngineLoader",
@@ -98,6 +99,7 @@ class GenerationRequest:
     cumulative_logprob: sum the log-probabilities of the output tokens, which costs a pass over the
     vocabulary per token.
     running_stats: every event has the statistics so far, not only the last one.
+    cache_salt: only requests with the same one begin with what another left in a KV cache.
     """
 
     request_id: str
@@ -110,6 +112,7 @@ class GenerationRequest:
     deadline_ns: int | None = None
     cumulative_logprob: bool = False
     running_stats: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,8 @@ class RequestStats:
     steps_by_reason: why the steps had the draft length that they had, in the order in which the
     reasons came up; together they are verify_steps. draft_len_changes: how often the length that is
     chosen for the request changed. draft_probes: how often it was asked whether drafts would pay
-    again.
+    again. reused_prompt_tokens: how many tokens of the prompt an earlier request left in the
+    target's KV cache; None if that is not known.
     """
 
     prompt_tokens: int
@@ -149,6 +153,7 @@ class RequestStats:
     steps_by_reason: Mapping[DraftLenReason, int] = field(default_factory=dict)
     draft_len_changes: int = 0
     draft_probes: int = 0
+    reused_prompt_tokens: int | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -227,6 +232,17 @@ class PackingEngine(Protocol):
 
         Returns logits [sum of wanted, vocab], those of the first row first. The length of every
         slot grows by that of its row.
+        """
+        ...
+
+
+@runtime_checkable
+class CopyingEngine(Protocol):
+    """A StepEngine that copies what it has cached of a sequence to another slot."""
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Replace what `slot` holds by the first `length` tokens of `source`, which has as many and
+        keeps its own. A forward then gives the same logits, bit for bit, as in `source`.
         """
         ...
 

@@ -57,6 +57,7 @@ CARRIED = (
     "frequency_penalty",
     "presence_penalty",
     "seed",
+    "cache_salt",
 )
 # Options that no request of vLLM carries, and what decides instead.
 NOT_CARRIED = {

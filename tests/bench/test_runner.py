@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -22,8 +23,10 @@ from tests.support.stub import Script, StubServer
 from tests.support.timings import timing
 from toolkit.bench.compare import compare_runs, read_run
 from toolkit.bench.limits import parse_limit
-from toolkit.bench.run import BenchOptions, bench
+from toolkit.bench.run import BenchOptions, apart, bench
 from toolkit.bench.runner import crossover, speed_ratio, undecided_speed
+from toolkit.bench.transports import Transport
+from toolkit.client import Options
 from toolkit.errors import StageError, UsageError
 from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
 from toolkit.records.codec import from_json, to_json
@@ -386,3 +389,17 @@ def test_chunks_that_came_together_are_no_latency_and_said_to_be_none(prompts: P
     assert lines["ITL"].split()[-5] == "-" and "0.00" not in lines["ITL"]
     assert re.search(r"\d", lines["e2e"].partition("ms")[2])
     assert "the only limit was on errors" in console.file.getvalue()
+
+
+def test_arms_share_no_kv_cache_where_a_request_can_keep_them_apart() -> None:
+    def refuse(prompt: str, options: Options) -> bytes:
+        raise UsageError("the served model has no input 'cache_salt'")
+
+    options = Options(max_tokens=4)
+    taking, refusing = (
+        cast(Transport, SimpleNamespace(prepare=prepare))
+        for prepare in (lambda prompt, options: b"", refuse)
+    )
+    salts = {apart(taking, options).cache_salt for _ in range(2)}
+    assert len(salts) == 2 and not salts & {None, ""}
+    assert apart(refusing, options) == options

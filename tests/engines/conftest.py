@@ -16,7 +16,12 @@ from tests.support.modelopt_exports import export_hf
 from toolkit.checkpoints import quantized
 from toolkit.engines.embedded.compile import prepare
 from toolkit.engines.embedded.engine import EmbeddedEngine, eager_runner
-from toolkit.engines.embedded.kernels import KernelOps, build_library, load_library
+from toolkit.engines.embedded.kernels import (
+    KernelOps,
+    build_library,
+    caches_by_position,
+    load_library,
+)
 from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.embedded.weights import fuse
 from toolkit.facts.embedded import PREFILL_TOKENS, slot_tokens
@@ -94,6 +99,7 @@ def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
             max_seq_len=96,
             max_step_tokens=PREFILL_TOKENS,
             capacity=slot_tokens(96),
+            caches=caches_by_position(caches),
         )
 
     return make

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from toolkit.interfaces import PackingEngine, StepEngine
+from toolkit.interfaces import CopyingEngine, PackingEngine, StepEngine
 
 PROMPT = tuple(b"def forward(self, tokens):\n")
 
@@ -125,6 +125,25 @@ class StepEngineContract:
             engine.forward_rows([0, 1], [(1,), ()], [1, 0])
         with pytest.raises(ValueError, match="slot"):
             engine.forward_rows([0, 0], [(1,), (2, 3)], [1, 0])
+
+    def test_a_copied_beginning_goes_on_like_its_source(self, engine: StepEngine) -> None:
+        if not isinstance(engine, CopyingEngine):
+            pytest.skip("copies nothing")
+        engine.forward([0], torch.tensor([PROMPT[:8]]))
+        engine.forward([2], torch.tensor([PROMPT[20:26]]))  # what the copy replaces
+        engine.copy(0, 2, 5)
+        assert [engine.length(slot) for slot in (0, 1, 2)] == [8, 0, 5]
+        copied = engine.forward([2], torch.tensor([PROMPT[10:14]])).clone()
+        source = engine.forward([0], torch.tensor([PROMPT[8:12]])).clone()
+        engine.rewind([0], [5])
+        assert torch.equal(copied, engine.forward([0], torch.tensor([PROMPT[10:14]])))
+        engine.rewind([0], [5])
+        engine.forward([0], torch.tensor([PROMPT[5:8]]))
+        assert self.close(source, engine.forward([0], torch.tensor([PROMPT[8:12]])))
+        with pytest.raises(ValueError, match="cannot be copied"):
+            engine.copy(2, 1, 10)
+        with pytest.raises(ValueError, match="itself"):
+            engine.copy(2, 2, 1)
 
     def test_what_does_not_fit_is_refused_and_changes_nothing(self, engine: StepEngine) -> None:
         engine.forward([0], torch.tensor([PROMPT[:4]]))

@@ -28,7 +28,7 @@ SHOWN = {"torch": None, "trt_engine": "1.2.1", "trtllm_pytorch": "1.2.1", "vllm"
 
 def table() -> str:
     columns = [
-        capabilities_of(kind, version, "auto", reuses_prefixes=version is not None)
+        capabilities_of(kind, version, "auto", reuses_prefixes=True)
         for kind, version in SHOWN.items()
     ]
     heads = [kind if version is None else f"{kind} {version}" for kind, version in SHOWN.items()]

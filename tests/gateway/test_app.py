@@ -294,6 +294,27 @@ def test_a_key_is_needed_where_keys_are_set() -> None:
         assert len(served.backend.seen) <= 2
 
 
+def test_keys_share_no_kv_cache() -> None:
+    """The server is told whose request it is, by a name that no client can choose."""
+    other = f"{KEY}-of-another"
+    with gateway(keys=(KEY, other)) as served:
+        for key in (KEY, KEY, other):
+            post(served.url, "/v1/completions", BODY, {"Authorization": f"Bearer {key}"})
+        salted = {**BODY, "cache_salt": "mine"}
+        status, _, body = post(
+            served.url, "/v1/completions", salted, {"Authorization": f"Bearer {KEY}"}
+        )
+        assert (status, "cache_salt" in body["error"]["message"]) == (400, True)
+        first, again, foreign = [
+            options.cache_salt for prompt, options, _ in served.backend.seen if prompt == "Hi"
+        ][-3:]
+    assert first == again != foreign
+    assert not {first, foreign} & {None, ""}
+    with gateway() as served:
+        post(served.url, "/v1/completions", BODY)
+        assert {options.cache_salt for _, options, _ in served.backend.seen} == {None}
+
+
 def test_more_requests_than_places_are_told_to_come_again() -> None:
     backend = ScriptedBackend(hangs_after=1)
     with gateway(backend, max_requests=1) as served:

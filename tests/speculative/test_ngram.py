@@ -109,12 +109,21 @@ def test_schedule_bounds_drafts_by_load_and_lets_them_return() -> None:
     assert last.acceptance_rate == 1.0
 
 
-def test_a_request_that_states_its_draft_length_is_not_bound_by_the_schedule() -> None:
+def test_the_schedule_bounds_a_request_that_states_its_draft_length() -> None:
+    """Its length holds while the load allows it, and what bounds it is told."""
     runtime = make_runtime(
-        TableEngine(1), TableEngine(1), max_draft_len=4, draft_len_schedule=((1, 0),)
+        TableEngine(1), TableEngine(1), max_draft_len=4, draft_len_schedule=((1, 4), (2, 1), (3, 0))
     )
-    outcomes = serve(
-        runtime, [make_request(request_id="own", draft_len=3), make_request(request_id="none")]
+    long, short = (
+        make_request(max_tokens=count, request_id=str(count), draft_len=3) for count in (40, 12)
     )
-    assert outcomes[0].stats.drafted > 0
-    assert outcomes[1].stats.drafted == 0
+    alone = serve(runtime, [long])[0].stats
+    assert (alone.drafted_by_position[2] > 0, set(alone.steps_by_reason)) == (True, {"request"})
+    first, second = (outcome.stats for outcome in serve(runtime, [long, short]))
+    assert (second.drafted_by_position, set(second.steps_by_reason)) == ((5, 0, 0), {"load"})
+    assert first.drafted_by_position[0] > first.drafted_by_position[2] > 0
+    assert set(first.steps_by_reason) == {"request", "load"}
+    crowd = serve(runtime, [make_request(request_id=str(i), draft_len=i % 4) for i in range(8)])
+    assert not any(outcome.stats.drafted for outcome in crowd)
+    # A length that the schedule allows anyway is the request's own.
+    assert [set(outcome.stats.steps_by_reason) for outcome in crowd[:2]] == [{"request"}, {"load"}]

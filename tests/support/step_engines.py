@@ -80,6 +80,11 @@ class TableEngine:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        assert source != slot and 0 < length <= self._lengths[source]
+        self._cache[slot, : LOOK_BACK + length] = self._cache[source, : LOOK_BACK + length]
+        self._lengths[slot] = length
+
 
 class PackingTableEngine(TableEngine):
     """A TableEngine that takes rows of their own lengths. packed: the lengths of each forward."""

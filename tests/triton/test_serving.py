@@ -340,15 +340,47 @@ def test_bad_http_requests_get_a_message(
     assert client.generate(PROMPTS[0], max_tokens=2).token_ids
 
 
+def test_a_prompt_that_was_seen_is_not_computed_again(
+    tiny_server: TritonServer, client: Client
+) -> None:
+    """It is told in the request's figures and in the metrics. A salt keeps requests apart, and what
+    is measured has one of its own.
+    """
+    body = {
+        "text_input": "def seen_before(x): return [x for x in range(9)]",
+        "sampling_param_max_tokens": 8,
+        "sampling_param_return_perf_metrics": True,
+        "return_num_input_tokens": True,
+    }
+    before, answers = settled(tiny_server), []
+    for salt in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+        _, text = post(tiny_server, "generate", {**body, **salt})
+        answers.append(json.loads(text))
+    after = settled(tiny_server)
+    assert len({answer["text_output"] for answer in answers}) == 1
+    tokens = answers[0]["num_input_tokens"]
+    reused = [answer["kv_cache_reused_block"] for answer in answers]
+    # Another test may have begun with the same few tokens.
+    assert reused[0] < tokens // 2
+    assert reused[1:] == [tokens - 1, 0, tokens - 1, 0]
+    for name, added in (("prompt", 5 * tokens), ("reused_prompt", sum(reused))):
+        assert after[f"toolkit_{name}_tokens"] - before[f"toolkit_{name}_tokens"] == added
+    measured = client.measure([str(body["text_input"])] * 2, max_tokens=8)
+    assert [timing.statistics.reused_blocks for timing in measured] == [0, 0]
+    shared = client.measure([str(body["text_input"])], max_tokens=8, cache_salt="a")
+    assert shared[0].statistics.reused_blocks == tokens - 1
+
+
 def test_statistics_over_http_are_the_contract_s(tiny_server: TritonServer) -> None:
     body = {
         "text_input": PROMPTS[1],
         "sampling_param_max_tokens": 20,
         "sampling_param_return_perf_metrics": True,
+        "return_num_input_tokens": True,
     }
     _, text = post(tiny_server, "generate", body)
     figures = json.loads(text)
-    assert figures["kv_cache_alloc_total_blocks"] == 1
+    assert figures["kv_cache_alloc_total_blocks"] == figures["num_input_tokens"]
     assert figures["acceptance_rate"] == pytest.approx(
         figures["total_accepted_draft_tokens"] / figures["total_draft_tokens"]
     )

@@ -10,6 +10,7 @@ import asyncio
 import datetime
 import platform
 import resource
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
     from toolkit.bench.prompts import Prompt
     from toolkit.bench.runner import Arm, Load, Plan
     from toolkit.bench.transports import Transport
+    from toolkit.client import Options
     from toolkit.records.bench import BenchRun
 
-__all__ = ["BenchOptions", "bench", "check", "sweep"]
+__all__ = ["BenchOptions", "apart", "bench", "check", "sweep"]
 
 FILLED = 4  # the least number of requests in a sweep, per request in flight
 MAX_PROMPTS = 1_000_000  # of a file
@@ -278,18 +280,38 @@ def _arms(transports: list[Transport], options: BenchOptions) -> list[Arm]:
     served = Options(max_tokens=options.max_tokens, temperature=options.temperature)
     if options.baseline is not None:
         return [
-            Arm(name, transport, served, alone=options.alone.get(name, nullcontext))
+            Arm(
+                name,
+                transport,
+                apart(transport, served),
+                alone=options.alone.get(name, nullcontext),
+            )
             for name, transport in zip(("baseline", "served"), transports, strict=True)
         ]
     if not options.against_plain:
         alone = options.alone.get("served", nullcontext)
-        return [Arm("served", transports[0], served, alone=alone)]
+        return [Arm("served", transports[0], apart(transports[0], served), alone=alone)]
     plain = Options(
         max_tokens=options.max_tokens, temperature=options.temperature, num_draft_tokens=0
     )
     # If the model has no such input, this raises before anything is measured.
     transports[0].prepare("", plain)
-    return [Arm("plain", transports[0], plain), Arm("speculative", transports[0], served)]
+    return [
+        Arm(name, transports[0], apart(transports[0], arm_options))
+        for name, arm_options in (("plain", plain), ("speculative", served))
+    ]
+
+
+def apart(transport: Transport, options: Options) -> Options:
+    """The options of an arm whose requests begin with what others of this arm left in a KV cache,
+    but not with what another arm or another run did, where the model has the input cache_salt.
+    """
+    salted = replace(options, cache_salt=uuid.uuid4().hex)
+    try:
+        transport.prepare("", salted)
+    except UsageError:
+        return options
+    return salted
 
 
 def _with_counters(arms: Sequence[Arm], url: str, options: BenchOptions) -> list[Arm]:

@@ -337,6 +337,7 @@ class TorchEngineConfig(EngineLengths):
     threads: Count | None = None  # None: all cores this process may use
     # Tokens of a prompt in one forward; None: 64 on a CPU, 256 on a GPU
     prefill_chunk_len: Count | None = None
+    enable_prefix_caching: bool = True
 
     @property
     def version(self) -> None:
@@ -351,7 +352,7 @@ class TorchEngineConfig(EngineLengths):
 
     @property
     def enable_block_reuse(self) -> bool:
-        return False
+        return self.enable_prefix_caching
 
 
 class TensorRtLlmConfig(EngineLengths):

@@ -58,6 +58,7 @@ class Capabilities:
     the server alone), or `nothing` that could be compared.
     server: the program that serves it on this machine.
     reuses_prefixes: a repeated prompt may take less time, since its KV cache is kept.
+    has_cache_salt: a request can say which others it shares its KV cache with.
     has_paged_kv_cache: KV blocks are shared, so fewer long sequences than max_batch_size may fit.
     checkpoint_format: the format that the engine is compiled from: Hugging Face's as ModelOpt
     writes it (`hf`), TensorRT-LLM's (`trtllm`), or the one of these that vLLM reads (`vllm`: `hf`,
@@ -90,6 +91,7 @@ class Capabilities:
     counted: Counted
     server: Literal["tritonserver", "vLLM"]
     reuses_prefixes: bool
+    has_cache_salt: bool
     has_paged_kv_cache: bool
     checkpoint_format: CheckpointFormat
     needs_trtllm_build: bool
@@ -156,6 +158,7 @@ def _torch(version: str | None, layout: Layout, reuses_prefixes: bool) -> Capabi
         counted="every request",
         server="tritonserver",
         reuses_prefixes=reuses_prefixes,
+        has_cache_salt=True,
         has_paged_kv_cache=False,
         checkpoint_format="hf",
         needs_trtllm_build=False,
@@ -189,6 +192,7 @@ def _trt_engine(version: str | None, layout: Layout, reuses_prefixes: bool) -> C
         counted="every request",
         server="tritonserver",
         reuses_prefixes=reuses_prefixes,
+        has_cache_salt=False,
         has_paged_kv_cache=True,
         checkpoint_format="trtllm",
         needs_trtllm_build=True,
@@ -224,6 +228,7 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         counted="nothing",
         server="tritonserver",
         reuses_prefixes=reuses_prefixes,
+        has_cache_salt=False,
         has_paged_kv_cache=True,
         checkpoint_format="hf",
         needs_trtllm_build=False,
@@ -258,6 +263,7 @@ def _vllm(reuses_prefixes: bool) -> Capabilities:
         counted="requests to their length",  # vLLM's own counters: bench/counters.py
         server="vLLM",
         reuses_prefixes=reuses_prefixes,
+        has_cache_salt=False,
         has_paged_kv_cache=True,
         checkpoint_format="vllm",
         needs_trtllm_build=False,

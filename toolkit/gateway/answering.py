@@ -7,6 +7,7 @@ status. A client that hangs up ends the request on the server.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -59,10 +60,13 @@ class Running:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The arm's pieces, with their times taken. Raises ClientError."""
-        asked = self.asked
+        asked, options = self.asked, self.arm.options(self.asked.options)
+        if asked.key is not None:
+            # Nobody can find out by the time of the first token what another key has sent.
+            options = dataclasses.replace(options, cache_salt=asked.key)
         stream = self.arm.backend.stream(
             asked.prompt,
-            self.arm.options(asked.options),
+            options,
             self.answers.id,
             streams=asked.streams,
             tells_accepted=asked.tells_speculation,

@@ -12,6 +12,7 @@ servers behind the gateway are; the log is.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -235,6 +236,8 @@ async def _answer(gateway: Gateway, request: Request, path: str, parse: Parse) -
         with gateway.refusing_faults(request_id, path):
             asked = await _asked(gateway, data, parse)
         _check_model(gateway, asked.model)
+        if gateway.guard.keys:
+            asked = dataclasses.replace(asked, key=key)
     except ClientDisconnect:
         return Response(status_code=400)
     except Refusal as refusal:

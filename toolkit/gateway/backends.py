@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 import struct
@@ -66,7 +67,8 @@ class Backend(Protocol):
     def stream(
         self, prompt: str, options: Options, request_id: str, *, streams: bool, tells_accepted: bool
     ) -> AsyncIterator[Piece]:
-        """Send the request. The last piece has the finish reason and the statistics.
+        """Send the request. The last piece has the finish reason and the statistics. A server that
+        takes no cache_salt gets none.
 
         Raises RequestRefused, Overloaded, ServerUnavailable.
         """
@@ -122,6 +124,8 @@ class TritonBackend:
         interface = await self._known()
         if tells_accepted:  # then every chunk has the figures, as of that chunk
             interface = interface.without("return_speculation_stats")
+        if "cache_salt" not in interface.inputs:
+            options = dataclasses.replace(options, cache_salt=None)
         request = interface.request(
             self._model or MODELS[-1],
             prompt,

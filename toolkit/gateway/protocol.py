@@ -114,7 +114,8 @@ class Asked:
 
     prompt: the text that the engine continues. tells_usage: the stream ends with an event of usage.
     tells_speculation: each event of the stream says how many of its tokens were accepted drafts.
-    session: what the client calls the conversation or its user; None: it does not say.
+    session: what the client calls the conversation or its user; None: it does not say. key: the
+    name of its key; None: the gateway has no keys.
     """
 
     kind: Literal["chat", "completion"]
@@ -126,6 +127,7 @@ class Asked:
     tells_speculation: bool = False
     top_logprobs: int = 0
     session: str | None = None
+    key: str | None = None
 
 
 def parse_chat(body: Mapping[str, Any], render: Callable[[object], str] | None) -> Asked:

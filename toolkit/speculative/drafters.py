@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from toolkit.interfaces import StepEngine
+from toolkit.interfaces import CopyingEngine, StepEngine
 from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.sampling import NOT_FINITE, argmax, to_host, token_rows
 
@@ -60,7 +60,15 @@ class Drafter(Protocol):
         """
         ...
 
-    def free(self, slots: Slots[int]) -> None: ...
+    def begin(self, slot: int, source: int, length: int) -> None:
+        """A sequence begins in `slot`, and its first `length` tokens are those of `source`, which
+        may be the same slot.
+        """
+        ...
+
+    def keep(self, slot: int, length: int) -> None:
+        """The sequence in `slot` has ended. Only its first `length` tokens may be used again."""
+        ...
 
 
 class ModelDrafter:
@@ -147,10 +155,18 @@ class ModelDrafter:
     def settle(self, slot: int, length: int) -> None:
         self._valid_tokens[slot] = min(self._valid_tokens[slot], length)
 
-    def free(self, slots: Slots[int]) -> None:
-        for slot in slots:
-            self._valid_tokens[slot] = 0
-        self._engine.rewind(slots, [0] * len(slots))
+    def begin(self, slot: int, source: int, length: int) -> None:
+        valid_tokens = min(length, self._valid_tokens[source])
+        if source != slot and valid_tokens:
+            assert isinstance(self._engine, CopyingEngine)
+            self._engine.copy(source, slot, valid_tokens)
+        else:
+            self._rewind([slot], [valid_tokens])
+        self._valid_tokens[slot] = valid_tokens
+
+    def keep(self, slot: int, length: int) -> None:
+        self.settle(slot, length)
+        self._rewind([slot], [self._valid_tokens[slot]])
 
     def _choose(self, rows: list[Sequence], logits: torch.Tensor) -> list[int]:
         if all(row.rule.is_argmax for row in rows):
@@ -246,6 +262,8 @@ class NgramDrafter:
     def settle(self, slot: int, length: int) -> None:
         """Does nothing: look-ups read the sequence itself, which holds accepted tokens only."""
 
-    def free(self, slots: Slots[int]) -> None:
-        for slot in slots:
-            self._lookups.pop(slot, None)
+    def begin(self, slot: int, source: int, length: int) -> None:
+        """Does nothing: a look-up begins with the sequence itself."""
+
+    def keep(self, slot: int, length: int) -> None:
+        self._lookups.pop(slot, None)

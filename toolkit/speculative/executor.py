@@ -7,6 +7,12 @@ verified: it returns the accepted drafts and one token more. A free slot still h
 its last call. So the next round of the same request is computed only from where the two differ: one
 or two tokens, however long the sequence is.
 
+A call may name its owner, the request that it is a round of. Then its slot is kept for the owner's
+next call, until the owner releases it or makes no call for KEPT_NS. Meanwhile others wait, unless
+another slot is free. So a request that runs never loses its slot to one that arrives, and one that
+has died holds the others up for a moment only. Nobody waits for ever, whoever waits for whom, since
+what is given up can be computed again.
+
 Greedy calls take the most likely token. Other calls choose with noise keyed by (seed, position). So
 a draft and a target that are called with the same seed are coupled, and a seeded text is the same
 whatever the drafts were. A call that states the draft's logits is judged by speculative sampling
@@ -23,11 +29,11 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import Sampling, StepEngine
+from toolkit.interfaces import CopyingEngine, Sampling, StepEngine
 from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
 from toolkit.speculative.ending import after_stop_sequence, ending_of
 from toolkit.speculative.limits import check_total_length
@@ -39,6 +45,7 @@ from toolkit.speculative.sampling import (
     to_host,
     token_rows,
 )
+from toolkit.speculative.slots import Place, Slot, choose_place, common_length
 from toolkit.words import FinishReason
 
 __all__ = ["Call", "Executor", "Output"]
@@ -48,12 +55,17 @@ IDLE_S = 0.1
 # How many tokens a slot's cache may lack for its call to take part in a batch. If it lacks more,
 # they are first fed in chunks.
 MAX_LAG_TOKENS = 2
+# How long an owner may make no call. Rounds follow one another within milliseconds. After a longer
+# call to the other engine, such as for a long prompt, the slot may have been given away.
+KEPT_NS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """ids: the sequence so far. draft_logits [len(drafts), vocab]: drafts are judged by speculative
-    sampling against them; None: a draft is accepted if it equals the target's choice.
+    sampling against them; None: a draft is accepted if it equals the target's choice. owner: the
+    request that it is a round of, if it has several. cache_salt: only calls with the same one begin
+    with what another one left in a slot.
     """
 
     call_id: str
@@ -67,6 +79,8 @@ class Call:
     min_tokens: int = 0  # no end token is chosen before so many output tokens
     log_probs: bool = False
     logits: bool = False
+    owner: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +108,14 @@ OnOutput = Callable[[Output], None]
 
 
 @dataclass(slots=True)
-class _Slot:
-    """held: the tokens in the engine's cache. A free slot keeps them for the next call that begins
-    with them.
+class _Slot(Slot):
+    """A free slot keeps what it holds for the next call that begins with it. owner: the request
+    that it is kept for; while it is free, until the time until_ns.
     """
 
-    number: int
-    held: list[int] = field(default_factory=list)
-    last_admission: int = 0  # admissions are numbered, so the smallest number is the oldest
     is_free: bool = True
+    owner: str = ""
+    until_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -133,19 +146,24 @@ class Executor:
         engine: StepEngine,
         *,
         max_queue_size: int = 256,
+        reuse_prefixes: bool = True,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """reuse_prefixes: a call may begin with what the call of another owner left in a slot."""
         self._engine = engine
+        self._reuse_prefixes = reuse_prefixes
+        self._copies = isinstance(engine, CopyingEngine)
         self._max_queue_size = max_queue_size
         self._clock = clock
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._waiting: deque[_Row] = deque()
         self._open: set[str] = set()
         self._cancelled: set[str] = set()
+        self._released: set[str] = set()  # owners
         self._wake = threading.Event()
         self._slots = [_Slot(number) for number in range(engine.max_batch_size)]
         self._active: list[_Row] = []
-        self._admissions = 0
+        self._uses = 0  # of slots
 
     # From any thread.
 
@@ -174,6 +192,12 @@ class Executor:
         with self._lock:
             if call_id in self._open:
                 self._cancelled.add(call_id)
+        self._wake.set()
+
+    def release(self, owner: str) -> None:
+        """Keep no slot for this owner any more. Does nothing for an unknown one."""
+        with self._lock:
+            self._released.add(owner)
         self._wake.set()
 
     def _check(self, call: Call) -> None:
@@ -228,6 +252,8 @@ class Executor:
         """
         if self._cancelled:
             self._end_cancelled()
+        if self._released:
+            self._end_owners()
         self._admit()
         if not self._active:
             return False
@@ -250,35 +276,65 @@ class Executor:
         for row in [*waiting, *(row for row in self._active if row.call.call_id in cancelled)]:
             self._finish(row, Output(row.call.call_id, (), "cancelled"))
 
-    def _admit(self) -> None:
+    def _end_owners(self) -> None:
         with self._lock:
-            while self._waiting and any(slot.is_free for slot in self._slots):
-                row = self._waiting.popleft()
-                slot, row.reused = self._choose(row.ids)
-                self._admissions += 1
-                slot.is_free, slot.last_admission = False, self._admissions
-                row.slot, row.scheduled_ns = slot, self._clock()
-                self._cut(slot, row.reused)
-                self._active.append(row)
+            released, self._released = self._released, set()
+        for slot in self._slots:
+            if slot.owner in released:
+                slot.owner = ""
 
-    def _choose(self, ids: list[int]) -> tuple[_Slot, int]:
-        """Choose a free slot: the one whose sequence this one continues, else the one that was used
-        least recently. Returns it, and how many of its tokens can be reused.
-
-        A sequence continues another if it begins with more than half of it. A shared system prompt
-        alone is not enough: the slot's own request may need the rest in its next round.
+    def _admit(self) -> None:
+        """Give slots to waiting calls, in their order. A call whose owner has a slot passes by
+        those that have to wait for one.
         """
-        free = sorted(
-            (slot for slot in self._slots if slot.is_free), key=lambda slot: slot.last_admission
-        )
-        common = [_common_length(slot.held, ids) for slot in free]
-        best = max(range(len(free)), key=lambda index: common[index])
-        if 2 * common[best] <= len(free[best].held):
-            best = 0
-        # The last token is always fed, since its logits are needed.
-        return free[best], min(common[best], len(ids) - 1)
+        if not self._waiting:
+            return
+        with self._lock:
+            waiting = list(self._waiting)
+        for row in waiting:
+            place = self._choose(row.call, row.ids)
+            if place is None:
+                continue
+            with self._lock:
+                self._waiting.remove(row)
+            slot = self._slots[place.slot.number]
+            slot.is_free, slot.owner, slot.salt = False, row.call.owner, row.call.cache_salt
+            row.slot, row.reused, row.scheduled_ns = slot, place.reused, self._clock()
+            self._active.append(row)
+            self._guarded([row], functools.partial(self._fill, place=place))
 
-    def _cut(self, slot: _Slot, length: int) -> None:
+    def _choose(self, call: Call, ids: list[int]) -> Place | None:
+        """The free slot of the call's owner; else the one that `choose_place` chooses of those that
+        are kept for nobody. None: the call has to wait.
+        """
+        free = [slot for slot in self._slots if slot.is_free]
+        for slot in free:
+            if call.owner and slot.owner == call.owner:
+                # The last token is always fed, since its logits are needed.
+                reused = min(len(ids) - 1, common_length(slot.held, ids))
+                return Place(slot, slot, reused)
+        now = self._clock()
+        free = [slot for slot in free if not slot.owner or now >= slot.until_ns]
+        if not free:
+            return None
+        if not self._reuse_prefixes:
+            slot = min(free, key=lambda slot: slot.last_use)
+            return Place(slot, slot, 0)
+        used = [slot for slot in self._slots if slot not in free]
+        return choose_place(free, used, ids, call.cache_salt, copies=self._copies)
+
+    def _fill(self, rows: list[_Row], place: Place) -> None:
+        """Bring a call's slot to the tokens that are reused."""
+        (row,) = rows
+        assert row.slot is not None
+        if place.source is row.slot:
+            self._cut(row.slot, place.reused)
+            return
+        assert isinstance(self._engine, CopyingEngine)
+        row.slot.held = place.source.held[: place.reused]
+        self._engine.copy(place.source.number, row.slot.number, place.reused)
+
+    def _cut(self, slot: Slot, length: int) -> None:
         del slot.held[length:]
         if self._engine.length(slot.number) != length:
             self._engine.rewind([slot.number], [length])
@@ -379,8 +435,11 @@ class Executor:
         if row in self._active:
             self._active.remove(row)
         if row.slot is not None:
-            row.slot.is_free = True
-            self._cut(row.slot, min(len(row.slot.held), self._engine.length(row.slot.number)))
+            slot = row.slot
+            self._cut(slot, min(len(slot.held), self._engine.length(slot.number)))
+            self._uses += 1
+            slot.is_free, slot.last_use = True, self._uses if slot.held else 0
+            slot.until_ns = self._clock() + KEPT_NS
         self._tell(row, output)
 
     def _tell(self, row: _Row, output: Output) -> None:
@@ -422,11 +481,3 @@ class _GivenDraftLogits(Coupled):
         generator = random.Random(f"{self._seed} {position}")
         uniforms = [generator.random() for _ in range(len(drafts) + 1)]
         return reject(drafts, draft_probs, target_probs, uniforms)
-
-
-def _common_length(held: Sequence[int], ids: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    for index, (held_id, new_id) in enumerate(zip(held, ids, strict=False)):
-        if held_id != new_id:
-            return index
-    return min(len(held), len(ids))

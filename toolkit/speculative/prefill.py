@@ -1,8 +1,9 @@
 """Which prompts are read in a step, and how much of each.
 
-A step reads a bounded number of prompt tokens, in whole chunks that start at fixed positions. A
-long prompt has to leave room for short ones, and short ones may not keep a long one waiting for
-ever: in turns the prompt that came first and the one with the fewest tokens left go first.
+A step reads a bounded number of prompt tokens, in whole chunks that start at fixed positions, or
+behind what the slot already held of the prompt. A long prompt has to leave room for short ones, and
+short ones may not keep a long one waiting for ever: in turns the prompt that came first and the one
+with the fewest tokens left go first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def next_chunks(
     """At most one chunk of each prompt, until there are max_tokens or more. prompts: in the order
     in which they came.
     """
-    order = sorted(prompts, key=lambda sequence: len(sequence.ids) - sequence.prefilled)
+    order = sorted(prompts, key=lambda sequence: len(sequence.ids) - sequence.cached_tokens)
     if oldest_first:
         order.remove(prompts[0])
         order.insert(0, prompts[0])
@@ -38,8 +39,9 @@ def next_chunks(
     for sequence in order:
         if max_tokens <= 0:
             break
-        tokens = sequence.ids[sequence.prefilled : sequence.prefilled + chunk_len]
-        ends_prompt = sequence.prefilled + len(tokens) == len(sequence.ids)
+        start = sequence.cached_tokens
+        tokens = sequence.ids[start : start + chunk_len]
+        ends_prompt = start + len(tokens) == len(sequence.ids)
         chunks.append(Chunk(sequence, tokens, ends_prompt))
         max_tokens -= len(tokens)
     return chunks

@@ -48,7 +48,7 @@ class Sequence:
         self.ids = list(request.prompt_ids)
         self.drafts: list[int] = []
         self.slot = -1
-        self.prefilled = 0  # prompt tokens in the target's cache
+        self.cached_tokens = 0  # of ids, in the target's cache
         self.finish_reason: FinishReason | None = None
         self.tally = Tally(
             len(self.ids), draft_len, arrival_ns, request.cumulative_logprob, adaptation
@@ -98,6 +98,8 @@ class Sequence:
         """Why the next step drafts as many tokens as it does."""
         if self.draft_failed:
             return "draft failed"
+        if self._reason == "request" and self.load_limit < self._draft_len:
+            return "load"
         return self._reason if self.adaptation is None else self.adaptation.reason
 
     def take(self, accepted: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:
@@ -113,6 +115,8 @@ class Sequence:
         )
         new, text = block.tokens, block.text
         reason: Reason | None = block.reason
+        if is_verify_step:  # the newest token is fed by the next step
+            self.cached_tokens = len(self.ids) + min(accepted, len(new))
         self.ids += new
         self.rule.note(new)
         self.tally.add_tokens(len(new), now_ns)

@@ -11,8 +11,8 @@ forward is one token wide, and the draft does not run for it.
 
 The output of a request does not depend on the other requests in the batch: rows are independent,
 every request draws from its own generator, and prompts are prefilled in chunks that start at fixed
-positions. (Forwards of other shapes may round differently; in float64 that changes
-no token.)
+positions, or behind what an earlier request left in a KV cache, if prefixes are reused. (Forwards
+of other shapes may round differently; in float64 that changes no token.)
 
 Threads: submit, cancel and counters may be called from anywhere. One thread at a time takes the
 steps: the one in `run`, or `generate` itself if none is. Events are delivered on the stepping
@@ -22,7 +22,6 @@ thread.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 import queue
 import threading
@@ -34,7 +33,13 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import GenerationRequest, PackingEngine, StepEngine, TokenEvent
+from toolkit.interfaces import (
+    CopyingEngine,
+    GenerationRequest,
+    PackingEngine,
+    StepEngine,
+    TokenEvent,
+)
 from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
 from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
 from toolkit.speculative.costs import StepCosts, measured_costs
@@ -50,6 +55,7 @@ from toolkit.speculative.sampling import (
     argmax,
     to_host,
 )
+from toolkit.speculative.slots import Slot, choose_place
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
 from toolkit.words import AcceptanceChoice, DraftLenReason, FinishReason, RuntimeRule
@@ -76,7 +82,10 @@ class RuntimeSettings:
     requests, draft length) pairs; each applies from that many requests on. max_prompt_tokens:
     requests with longer prompts are decoded plainly. adaptive: each request's draft length, up to
     the one that schedule and max_draft_len allow, is chosen while it runs; None: it is used in
-    full. All of these are for requests that state no draft length.
+    full. Adaptive lengths and max_prompt_tokens are for requests that state no draft length;
+    max_draft_len and the schedule bound every request.
+
+    reuse_prefixes: a prompt that begins with what a slot's cache holds is computed only from there.
     """
 
     max_draft_len: int
@@ -87,6 +96,7 @@ class RuntimeSettings:
     max_input_len: int | None = None  # None: as long as the target's context allows
     max_prompt_tokens: int | None = None
     adaptive: AdaptiveSettings | None = None
+    reuse_prefixes: bool = False
 
 
 class SpeculativeRuntime:
@@ -141,7 +151,12 @@ class SpeculativeRuntime:
 
         self._stepping = threading.RLock()  # guards the rest: held for a whole step
         self._runner: threading.Thread | None = None
-        self._free_slots = list(range(target.max_batch_size))
+        self._slots = [Slot(number) for number in range(target.max_batch_size)]
+        self._free = set(range(target.max_batch_size))
+        self._uses = 0  # of slots
+        # A drafter without an engine has no cache, and nothing to copy.
+        engines = (target,) if draft is None or drafter is not None else (target, draft)
+        self._copies = all(isinstance(engine, CopyingEngine) for engine in engines)
         self._prefilling: list[Sequence] = []  # in the order in which they came
         self._oldest_first = False  # whether the oldest of them went first in the last step
         self._packs = isinstance(target, PackingEngine)
@@ -307,15 +322,39 @@ class SpeculativeRuntime:
 
     def _admit(self) -> None:
         now = self._clock()
-        with self._lock:
-            while self._waiting and self._free_slots:
+        while self._waiting and self._free:
+            with self._lock:
                 sequence = self._waiting.popleft()
-                sequence.slot = heapq.heappop(self._free_slots)
-                sequence.tally.first_scheduled_ns = now
-                self._prefilling.append(sequence)
+            sequence.tally.first_scheduled_ns = now
+            self._place(sequence)
         if self._adaptive is not None:
             self._adaptive.reconsider()
             self._choose_draft_lens([*self._running, *self._prefilling])
+
+    def _place(self, sequence: Sequence) -> None:
+        """Give a request a free slot, with as much of its prompt as a KV cache already holds."""
+        active, salt = [*self._running, *self._prefilling], sequence.request.cache_salt
+        if self.settings.reuse_prefixes:
+            for other in active:
+                self._slots[other.slot].held = other.ids[: other.cached_tokens]
+        free = [self._slots[number] for number in self._free]
+        used = [self._slots[other.slot] for other in active]
+        place = choose_place(free, used, sequence.ids, salt, copies=self._copies)
+        number, source, reused = place.slot.number, place.source.number, place.reused
+        self._free.remove(number)
+        sequence.slot, sequence.tally.reused_prompt_tokens = number, reused
+        place.slot.held, place.slot.salt = [], salt
+        self._prefilling.append(sequence)
+        try:
+            if source != number:
+                _copying(self._target).copy(source, number, reused)
+            elif self._target.length(number) != reused:
+                self._target.rewind([number], [reused])
+            if self._drafter is not None:
+                self._drafter.begin(number, source, reused)
+            sequence.cached_tokens = reused
+        except Exception as error:
+            self._fail([sequence], error)
 
     def _next_chunks(self) -> list[Chunk]:
         """The chunks of prompts that this step reads.
@@ -356,8 +395,8 @@ class SpeculativeRuntime:
             return self._forward_rows(slots, blocks, [len(block) for block in blocks])
         for chunk in chunks:
             # A step that failed behind its forward has not noted what that read.
-            if self._target.length(chunk.sequence.slot) > chunk.sequence.prefilled:
-                self._target.rewind([chunk.sequence.slot], [chunk.sequence.prefilled])
+            if self._target.length(chunk.sequence.slot) > chunk.sequence.cached_tokens:
+                self._target.rewind([chunk.sequence.slot], [chunk.sequence.cached_tokens])
         slots = slots + [chunk.sequence.slot for chunk in chunks]
         rows = blocks + [chunk.tokens for chunk in chunks]
         wanted = [len(block) for block in blocks] + [int(chunk.ends_prompt) for chunk in chunks]
@@ -373,7 +412,7 @@ class SpeculativeRuntime:
         count = 0
         for chunk in chunks:
             sequence = chunk.sequence
-            sequence.prefilled += len(chunk.tokens)
+            sequence.cached_tokens += len(chunk.tokens)
             count += chunk.ends_prompt
             try:
                 if chunk.ends_prompt:
@@ -386,7 +425,7 @@ class SpeculativeRuntime:
                     and sequence.draft_room() > 0
                     and self._drafter is not None
                 ):
-                    prompt = sequence.ids[: min(sequence.prefilled, sequence.prompt_tokens)]
+                    prompt = sequence.ids[: min(sequence.cached_tokens, sequence.prompt_tokens)]
                     self._drafter.feed(sequence.slot, prompt)
             except Exception as error:
                 self._fail([sequence], error)
@@ -483,19 +522,18 @@ class SpeculativeRuntime:
             event = row.take(accepted, token, scored_logits, now)
             outcomes.append((row, event))
             if row.finish_reason is None:
-                length = len(row.ids) - 1  # the newest token is fed by the next step
                 if count and self._drafter is not None:
-                    self._drafter.settle(row.slot, length)
-                if length != before + count:
+                    self._drafter.settle(row.slot, row.cached_tokens)
+                if row.cached_tokens != before + count:
                     slots.append(row.slot)
-                    lengths.append(length)
+                    lengths.append(row.cached_tokens)
         if slots:
             self._target.rewind(slots, lengths)
         return outcomes, read_ns
 
     def _limit_by_load(self, rows: list[Sequence]) -> None:
-        """Apply the schedule's draft length for this many requests. A draft that skipped some steps
-        catches up when it is used again.
+        """Apply the schedule's draft length for this many requests, whatever they ask for. A draft
+        that skipped some steps catches up when it is used again.
         """
         if not self.settings.draft_len_schedule:
             return
@@ -503,7 +541,7 @@ class SpeculativeRuntime:
             length for requests, length in self.settings.draft_len_schedule if requests <= len(rows)
         ]
         for row in rows:
-            if row.request.draft_len is None and lengths:
+            if lengths:
                 row.load_limit = lengths[-1]
 
     # Adaptive draft lengths.
@@ -609,7 +647,9 @@ class SpeculativeRuntime:
                 self._end(sequence, "error", f"{type(error).__name__}: {error}")
 
     def _release(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Remove an ended request from the queue, and free its slot in both caches."""
+        """Remove an ended request from the queue, and free its slot in both caches. The next
+        request may begin with what they hold, unless this one failed.
+        """
         request_id = sequence.request.request_id
         with self._lock:
             self._open.pop(request_id, None)
@@ -626,11 +666,20 @@ class SpeculativeRuntime:
             self._running.remove(sequence)
         if self._adaptive is not None and sequence.adaptation is not None:
             self._adaptive.finish(sequence.adaptation)
-        slot, sequence.slot = sequence.slot, -1
-        self._target.rewind([slot], [0])
-        if self._drafter is not None and sequence.speculates:
-            self._drafter.free([slot])
-        heapq.heappush(self._free_slots, slot)
+        slot, sequence.slot = self._slots[sequence.slot], -1
+        is_kept = self.settings.reuse_prefixes and event.finish_reason != "error"
+        kept = sequence.cached_tokens if is_kept else 0
+        self._target.rewind([slot.number], [kept])
+        if self._drafter is not None:
+            self._drafter.keep(slot.number, 0 if sequence.draft_failed else kept)
+        self._uses += 1
+        slot.held, slot.last_use = sequence.ids[:kept], self._uses if kept else 0
+        self._free.add(slot.number)
+
+
+def _copying(engine: StepEngine) -> CopyingEngine:
+    assert isinstance(engine, CopyingEngine)
+    return engine
 
 
 def _drafting(counts: list[int]) -> list[int]:

@@ -22,6 +22,7 @@ class RuntimeCounters:
 
     requests: dict[str, int]
     prompt_tokens: int
+    reused_prompt_tokens: int  # of them, those that a KV cache already held
     output_tokens: int
     verify_steps: int  # counted per request: a step that served three requests counts three times
     drafted: int
@@ -40,6 +41,7 @@ class Totals:
 
     requests: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
+    reused_prompt_tokens: int = 0
     output_tokens: int = 0
     verify_steps: int = 0
     drafted: int = 0
@@ -58,6 +60,7 @@ class Totals:
     def add_request(self, finish_reason: FinishReason, stats: RequestStats) -> None:
         self.requests[finish_reason] = self.requests.get(finish_reason, 0) + 1
         self.prompt_tokens += stats.prompt_tokens
+        self.reused_prompt_tokens += stats.reused_prompt_tokens or 0
         self.output_tokens += stats.output_tokens
         self.verify_steps += stats.verify_steps
         self.drafted += stats.drafted
@@ -67,6 +70,7 @@ class Totals:
         return RuntimeCounters(
             requests=dict(self.requests),
             prompt_tokens=self.prompt_tokens,
+            reused_prompt_tokens=self.reused_prompt_tokens,
             output_tokens=self.output_tokens,
             verify_steps=self.verify_steps,
             drafted=self.drafted,
@@ -103,6 +107,7 @@ class Tally:
         self._adaptation = adaptation
         self._steps_by_reason: dict[DraftLenReason, int] = {}
         self.first_scheduled_ns: int | None = None
+        self.reused_prompt_tokens: int | None = None
 
     def add_tokens(self, count: int, now_ns: int) -> None:
         if self._first_token_ns is None:
@@ -153,4 +158,5 @@ class Tally:
             steps_by_reason=dict(self._steps_by_reason),
             draft_len_changes=0 if self._adaptation is None else self._adaptation.changes,
             draft_probes=0 if self._adaptation is None else self._adaptation.probes,
+            reused_prompt_tokens=self.reused_prompt_tokens,
         )

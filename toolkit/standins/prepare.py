@@ -94,7 +94,9 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     requested = config.model_copy(update=updates)
     sizes = {name: min(getattr(config.engine, name), limit) for name, limit in MAX_SIZES.items()}
     embedded = config.embedded_engine
-    settings = {} if embedded is None else embedded.model_dump(exclude=set(MAX_SIZES))
+    settings = {"enable_prefix_caching": config.engine.enable_block_reuse}
+    if embedded is not None:
+        settings = embedded.model_dump(exclude=set(MAX_SIZES))
     engine = TorchEngineConfig(**{**settings, "mode": "eager", "threads": 1, **sizes})
     substitute = "the embedded engine on this machine"
     if capabilities.in_process:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.facts.capabilities import Capabilities
@@ -86,6 +86,8 @@ class Correctness:
     diagnoses: tuple[Finding, ...]
     # A draft engine was asked. Then draft_check None means that no text showed where steps began.
     asked_draft: bool = False
+    # Greedy requests like the timed ones that began with what others left in the KV cache.
+    reused: tuple[RequestTiming, ...] = ()
 
 
 def planned_requests(
@@ -95,7 +97,8 @@ def planned_requests(
     if max_draft_len == 0:
         return 0
     seeded_arms = len(ARMS) if can.seeds == "coupled" else 0
-    return (len(_more_arms(config, max_draft_len, can)) + seeded_arms) * prompts + REQUESTS
+    arms = len(_more_arms(config, max_draft_len, can)) + _shares(can) + seeded_arms
+    return arms * prompts + REQUESTS
 
 
 class Say(Protocol):
@@ -173,6 +176,7 @@ def judge_correctness(case: Case, quality: QuantizationQuality | None) -> Correc
         asked_draft=case.max_draft_len > 0
         and references.engine is not None
         and references.engine.draft is not None,
+        reused=speculation.reused,
     )
 
 
@@ -185,20 +189,17 @@ class _Speculation:
     draft_check: DraftCheck | None = None
     stop_check: StopCheck | None = None
     distribution: Distribution | None = None
+    reused: tuple[RequestTiming, ...] = ()
 
 
 def _judge_speculation(case: Case) -> _Speculation:
     """Send all requests first, then ask the engine."""
     case.say("comparing draft lengths")
-    arms = [
-        ArmTexts(
-            "speculative", case.max_draft_len, list(zip(*case.greedy.speculative, strict=True))
-        )
-    ]
-    arms += [
-        _texts_of(case, arm, draft_len)
-        for arm, draft_len in _more_arms(case.config, case.max_draft_len, case.can)
-    ]
+    more, reused = _texts_of(case, _more_arms(case.config, case.max_draft_len, case.can))
+    # A prompt's text with a reused beginning counts as another round.
+    rounds = [*case.greedy.speculative, *([reused] if reused else [])]
+    timed = ArmTexts("speculative", case.max_draft_len, list(zip(*rounds, strict=True)))
+    arms = [timed, *more]
     case.say("sending stop words")
     is_same = [
         first_difference(*pair) is None
@@ -224,7 +225,7 @@ def _judge_speculation(case: Case) -> _Speculation:
     draft_check = None
     if engine is not None:
         draft_check = check_drafts(_drafted_in_full(case), case.max_draft_len, engine)
-    return _Speculation(parity, seeded, draft_check, stop_check, distribution)
+    return _Speculation(parity, seeded, draft_check, stop_check, distribution, tuple(reused))
 
 
 def _distribution(case: Case) -> Distribution:
@@ -329,7 +330,7 @@ def not_measured(
             ]
         reason = "the engine runs in its server alone, which gives no logits"
         yield Finding("not measured", "note", f"whether {', whether '.join(unknown)}: {reason}")
-    if can.reuses_prefixes:
+    if can.reuses_prefixes and not can.has_cache_salt:
         detail = (
             "time to the first token of new prompts: the server keeps KV blocks"
             " (engine.enable_block_reuse; enable_prefix_caching for vllm), and both arms send every"
@@ -382,13 +383,35 @@ def _more_arms(
     return more
 
 
-def _texts_of(case: Case, arm: ParityArm, draft_len: int) -> ArmTexts:
-    options = {"temperature": 0.0, "num_draft_tokens": draft_len}
-    texts = [
-        [case.sender.send(index, prompt, arm, **options)]
-        for index, prompt in enumerate(case.prompts)
-    ]
-    return ArmTexts(arm, draft_len, texts)
+def _texts_of(
+    case: Case, arms: Sequence[tuple[ParityArm, int]]
+) -> tuple[list[ArmTexts], list[RequestTiming]]:
+    """Greedy texts of arms that are not timed, one prompt after the other. Then, where beginnings
+    are reused, the requests of the timed arm once more, which begin with what those arms left.
+    """
+    texts: list[list[list[RequestTiming]]] = [[] for _ in arms]
+    reused: list[RequestTiming] = []
+    shared = {"temperature": 0.0, **_shared(case)}
+    for index, prompt in enumerate(case.prompts):
+        for (arm, draft_len), of_arm in zip(arms, texts, strict=True):
+            of_arm.append(
+                [case.sender.send(index, prompt, arm, num_draft_tokens=draft_len, **shared)]
+            )
+        if _shares(case.can):
+            reused.append(case.sender.send(index, prompt, "speculative", **shared))
+    return [ArmTexts(*arm, of_arm) for arm, of_arm in zip(arms, texts, strict=True)], reused
+
+
+def _shares(can: Capabilities) -> bool:
+    """Whether requests can begin with what others left in the KV cache, and can be kept from it."""
+    return can.reuses_prefixes and can.has_cache_salt
+
+
+def _shared(case: Case) -> dict[str, Any]:
+    """The option of requests that begin with what others left in the KV cache. Timed ones do not,
+    so it is here that a fault in it shows.
+    """
+    return {"cache_salt": ""} if _shares(case.can) else {}
 
 
 def _drafted_in_full(case: Case) -> Sequence[RequestTiming]:
@@ -399,7 +422,11 @@ def _drafted_in_full(case: Case) -> Sequence[RequestTiming]:
     chosen = {"pays", "acceptance", "load", "probe", "measuring"}
     if not any(chosen & set(text.statistics.steps_by_reason or {}) for text in timed):
         return timed
-    return [rounds[0] for rounds in _texts_of(case, "speculative", case.max_draft_len).texts]
+    options = {"temperature": 0.0, "num_draft_tokens": case.max_draft_len}
+    return [
+        case.sender.send(index, prompt, "speculative", **options)
+        for index, prompt in enumerate(case.prompts)
+    ]
 
 
 def _seeded(case: Case) -> tuple[list[RequestTiming], list[list[RequestTiming]]]:
@@ -409,6 +436,7 @@ def _seeded(case: Case) -> tuple[list[RequestTiming], list[list[RequestTiming]]]
     speculative: list[list[RequestTiming]] = []
     for index, (prompt, seed) in enumerate(zip(case.prompts, case.seeds, strict=True)):
         options = {"temperature": case.config.temperature, "seed": seed, "acceptance": "coupled"}
+        options |= _shared(case)
         first, second = (case.sender.send(index, prompt, arm, **options) for arm in ARMS)
         plain.append(first)
         speculative.append([second])

@@ -264,7 +264,7 @@ def validate(
         replaced=tuple(origin.replaced),
         plain_arm=_plain_arm(by_restarts, served.has_second_server),
         acceptance_slices=metrics.acceptance_slices(
-            (timing for row in greedy.speculative for timing in row),
+            (timing for row in (*greedy.speculative, correctness.reused) for timing in row),
             dict(zip(prompts, domains, strict=True)),
         ),
         acceptance_over_time=metrics.acceptance_over_time(

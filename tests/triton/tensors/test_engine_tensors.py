@@ -17,6 +17,21 @@ def test_stop_words_of_too_many_ids_are_refused() -> None:
         parse_engine({"input_ids": ids, "stop_words_list": stop_words}, decoupled=False)
 
 
+def test_owner_and_salt_are_read_and_a_stop_releases_the_owner_s_slot() -> None:
+    words = {"slot_owner": np.array([[b"r1"]], dtype=np.object_)}
+    ids = np.array([[1, 2]], dtype=np.int32)
+    salt = np.array([[b"s"]], dtype=np.object_)
+    request = parse_engine({"input_ids": ids, **words, "cache_salt": salt}, decoupled=False)
+    assert (request.owner, request.cache_salt, request.cancels) == ("r1", "s", False)
+    request = parse_engine({"stop": np.array([[True]]), **words}, decoupled=False)
+    assert (request.owner, request.cancels) == ("r1", True)
+    with pytest.raises(RequestError, match="slot_owner takes one value, and 2 were sent"):
+        parse_engine(
+            {"input_ids": ids, "slot_owner": np.array([[b"a", b"b"]], dtype=np.object_)},
+            decoupled=False,
+        )
+
+
 def test_logits_of_an_answer_are_bounded() -> None:
     check_logits(256, 131072)
     with pytest.raises(RequestError, match="takes 134742016 bytes") as refused:

@@ -148,6 +148,15 @@ def test_what_cannot_be_served_is_refused_by_name(tensors: dict[str, Any], messa
     assert message in str(refused.value)
 
 
+def test_a_salt_is_read_and_may_not_be_long() -> None:
+    assert parsed(cache_salt=b"tenant 1").cache_salt == "tenant 1"
+    assert parsed(cache_salt=b"x" * 256).cache_salt == "x" * 256
+    with pytest.raises(RequestError, match="cache_salt holds a word of 257 bytes"):
+        parsed(cache_salt=b"x" * 257)
+    with pytest.raises(RequestError, match="cache_salt is not valid UTF-8"):
+        parsed(cache_salt=b"\xff")
+
+
 def test_missing_prompt_is_refused() -> None:
     with pytest.raises(RequestError, match="text_input is missing"):
         parse({}, {}, LIMITS)
@@ -304,6 +313,17 @@ def test_statistics_come_with_the_last_response_when_asked_for() -> None:
     assert last["accepted_by_position"] == [1, 1, 0, 0]
     assert last["last_token_time_ns"] == [40]
     assert (last["draft_time_ns"], last["verify_time_ns"], last["host_time_ns"]) == ([5], [6], [7])
+
+
+@pytest.mark.parametrize(("known", "reused"), [(None, 0), (0, 0), (2, 2)])
+def test_a_block_is_a_token_of_the_prompt(known: int | None, reused: int) -> None:
+    answer = Answer(parsed(sampling_param_return_perf_metrics=True))
+    stats = dataclasses.replace(STATS, reused_prompt_tokens=known)
+    last = answer.add(TokenEvent("r", (1,), "a", "length", stats=stats), 0)
+    assert last is not None
+    names = ("reused_block", "missed_block", "alloc_new_blocks", "alloc_total_blocks", "hit_rate")
+    figures = [last[f"kv_cache_{name}"][0] for name in names]
+    assert figures == [reused, 3 - reused, 3 - reused, 3, reused / 3]
 
 
 def test_every_chunk_has_reasons_and_figures_as_of_that_chunk() -> None:

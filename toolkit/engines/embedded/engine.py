@@ -77,8 +77,13 @@ class EmbeddedEngine:
         max_seq_len: int,
         max_step_tokens: int,
         capacity: int,
+        caches: Sequence[Tensor] = (),
     ) -> None:
+        """caches: everything that a forward keeps of its tokens, each [slots, kv_heads, capacity,
+        any], so that `copy` can copy it.
+        """
         self._run = run
+        self._caches = caches
         self._capacity = capacity
         self._lengths = [0] * max_batch_size
         # The few index tensors that every step needs again.
@@ -178,6 +183,20 @@ class EmbeddedEngine:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """See CopyingEngine.copy. Raises ValueError if there are not so many tokens."""
+        if not 0 <= length <= self._lengths[source]:
+            raise ValueError(
+                f"slot {source} holds {self._lengths[source]} tokens; {length} of them cannot be"
+                " copied"
+            )
+        if source == slot:
+            raise ValueError(f"slot {slot} cannot be copied to itself")
+        with torch.inference_mode():
+            for cache in self._caches:
+                cache[slot, :, :length] = cache[source, :, :length]
+        self._lengths[slot] = length
+
 
 def open_checkpoint(
     path: Path,
@@ -240,6 +259,7 @@ def eager_engine(
         max_seq_len=max_seq_len,
         max_step_tokens=max_step_tokens,
         capacity=capacity,
+        caches=[cache for layer in caches for cache in layer],
     )
 
 

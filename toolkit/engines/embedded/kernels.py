@@ -34,6 +34,7 @@ __all__ = [
     "NATIVE",
     "KernelOps",
     "build_library",
+    "caches_by_position",
     "kernel_caches",
     "load_library",
     "namespace",
@@ -257,6 +258,11 @@ def kernel_caches(
         return keys, unused_zeros((slots, how.kv_heads, capacity, padded), dtype)
 
     return [layer_cache(layer.attention) for layer in weights.layers]
+
+
+def caches_by_position(caches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Views of what `kernel_caches` made, each [slots, kv_heads, capacity, any]."""
+    return [view for keys, values in caches for view in (keys.transpose(2, 3), values)]
 
 
 def pack(weights: Weights, dtype: torch.dtype) -> Weights:

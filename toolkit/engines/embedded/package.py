@@ -17,7 +17,7 @@ import torch
 from toolkit.engines.embedded.compile import Decoder, prepare
 from toolkit.engines.embedded.directory import KERNELS, PACKAGE, WEIGHTS, EngineDirectory
 from toolkit.engines.embedded.engine import EmbeddedEngine, Runner
-from toolkit.engines.embedded.kernels import load_library
+from toolkit.engines.embedded.kernels import caches_by_position, load_library
 from toolkit.engines.embedded.weights import load_weights
 from toolkit.errors import StageError
 from toolkit.facts.embedded import slot_tokens
@@ -52,6 +52,7 @@ def load_package(directory: EngineDirectory) -> EmbeddedEngine:
         max_seq_len=directory.max_seq_len,
         max_step_tokens=directory.max_step_tokens,
         capacity=slot_tokens(directory.max_seq_len, directory.max_step_tokens),
+        caches=caches_by_position(caches),
     )
 
 

@@ -30,9 +30,10 @@ def package(
     out_dir: Path,
     *,
     end_ids: Sequence[int] = (),
+    reuse_prefixes: bool = True,
 ) -> TritonRepository:
     """Write the repository into out_dir. end_ids: the ids that end a text; only the bls layout
-    needs them.
+    needs them. reuse_prefixes: a request may begin with what an earlier one left in a KV cache.
 
     Raises StageError if the engines do not fit together, or if a file reads back differently.
     """
@@ -50,13 +51,13 @@ def package(
             where=out_dir,
             hint="Use triton.layout: llmapi.",
         )
-    write_repository(target, draft, speculation, triton, threads, end_ids, out_dir)
+    write_repository(target, draft, speculation, triton, threads, end_ids, reuse_prefixes, out_dir)
     is_bls = triton.layout == "bls"
     if is_bls:
-        bls = bls_of(target, draft, speculation, triton, threads, end_ids)
+        bls = bls_of(target, draft, speculation, triton, threads, end_ids, reuse_prefixes)
         _read_back_bls(model_configs(bls), out_dir)
     else:
-        _read_back(target, draft, speculation, triton, threads, out_dir)
+        _read_back(target, draft, speculation, triton, threads, reuse_prefixes, out_dir)
     model = BLS_MODEL if is_bls else MODEL
     return TritonRepository(
         path=out_dir,
@@ -105,6 +106,7 @@ def _read_back(
     speculation: SpeculationConfig,
     triton: TritonConfig,
     threads: int | None,
+    reuse_prefixes: bool,
     folder: Path,
 ) -> None:
     import yaml
@@ -112,7 +114,7 @@ def _read_back(
     config = model_config.read(folder / MODEL / "config.pbtxt")
     path = folder / MODEL / "1" / "model.yaml"
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if settings != model_settings(target, draft, speculation, triton, threads):
+    if settings != model_settings(target, draft, speculation, triton, threads, reuse_prefixes):
         raise StageError(
             "package", "model.yaml reads back differently from what was written", where=path
         )

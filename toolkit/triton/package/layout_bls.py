@@ -96,12 +96,14 @@ def settings_of(
     seeds: SeedScope,
     log_probs: LogProbSource,
     end_token: EndToken,
+    keeps_slots: bool,
     vocab_size: int | None = None,
     max_prompt_tokens: int | None = None,
     adaptive: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Our parameters of the BLS model. For seeds and log_probs see `toolkit.triton.tensors.bls`.
-    end_token: whether the engines can return the token that ended a text. max_prompt_tokens: longer
+    end_token: whether the engines can return the token that ended a text. keeps_slots: whether they
+    keep a slot for the next call of a request. max_prompt_tokens: longer
     prompts are decoded plainly. adaptive: how draft lengths are chosen; None: they are fixed.
     """
     return {
@@ -109,6 +111,7 @@ def settings_of(
         **({} if adaptive is None else {"adaptive": json.dumps(dict(adaptive), sort_keys=True)}),
         "log_probs": log_probs,
         "end_token": end_token,
+        "keeps_slots": str(keeps_slots).lower(),
         **({} if vocab_size is None else {"vocab_size": str(vocab_size)}),
         "max_input_len": str(max_input_len),
         "max_seq_len": str(max_seq_len),
@@ -218,7 +221,10 @@ def model_configs(bls: Bls) -> dict[str, Any]:
     queue_policy = bls_config.dynamic_batching.default_queue_policy
     queue_policy.max_queue_size = bls.bls_queue_size
     queue_policy.default_timeout_microseconds = int(1e6 * bls.request_timeout_s)
-    _add_tensors(bls_config, contract.BLS_INPUTS, contract.BLS_OUTPUTS)
+    ours = contract.BLS_INPUTS
+    if bls.target.backend == "python":
+        ours += contract.CACHE_INPUTS
+    _add_tensors(bls_config, ours, contract.BLS_OUTPUTS)
     configs[contract.ENSEMBLE] = _ensemble(bls, types)
     return configs
 

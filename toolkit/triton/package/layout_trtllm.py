@@ -121,6 +121,7 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
             seeds="call",
             log_probs=log_probs,
             end_token="hidden",
+            keeps_slots=False,
             vocab_size=engines.vocab_size,
         ),
     )

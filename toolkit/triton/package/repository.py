@@ -55,6 +55,7 @@ def model_settings(
     speculation: SpeculationConfig,
     triton: TritonConfig,
     threads: int | None,
+    reuse_prefixes: bool,
 ) -> dict[str, Any]:
     """The content of model.yaml: first settings that are named like TensorRT-LLM's LLM() arguments,
     then Triton's section, then ours.
@@ -95,6 +96,7 @@ def model_settings(
         "request_timeout_s": triton.request_timeout_s,
         "stream_interval_ms": triton.stream_interval_ms,
         "threads": threads,
+        "enable_prefix_caching": reuse_prefixes,
     }
     return settings
 
@@ -106,13 +108,14 @@ def bls_of(
     triton: TritonConfig,
     threads: int | None,
     end_ids: Sequence[int],
+    reuse_prefixes: bool,
 ) -> layout_bls.Bls:
     """The values of the `bls` layout for embedded engines."""
     parameters = {
         "max_beam_width": "1",
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": "engine",
-        "enable_kv_cache_reuse": "true",
+        "enable_kv_cache_reuse": str(reuse_prefixes).lower(),
         "exclude_input_in_output": "false",
         "tokenizer_dir": "engine",
     }
@@ -146,6 +149,7 @@ def bls_of(
             seeds="request",
             log_probs="logits",
             end_token="returned",
+            keeps_slots=True,
         ),
     )
 
@@ -157,6 +161,7 @@ def write_repository(
     triton: TritonConfig,
     threads: int | None,
     end_ids: Sequence[int],
+    reuse_prefixes: bool,
     folder: Path,
 ) -> None:
     """Write the whole repository into `folder`, and create the folder if needed. Raises StageError
@@ -165,11 +170,10 @@ def write_repository(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if triton.layout == "bls":
-            _write_bls(
-                target, draft, bls_of(target, draft, speculation, triton, threads, end_ids), folder
-            )
+            bls = bls_of(target, draft, speculation, triton, threads, end_ids, reuse_prefixes)
+            _write_bls(target, draft, bls, folder)
         else:
-            _write_llmapi(target, draft, speculation, triton, threads, folder)
+            _write_llmapi(target, draft, speculation, triton, threads, reuse_prefixes, folder)
         write_client(folder)
         (folder / "launch.sh").write_text(
             render_template(__file__, "launch_torch.sh.j2"), encoding="utf-8"
@@ -193,6 +197,7 @@ def _write_llmapi(
     speculation: SpeculationConfig,
     triton: TritonConfig,
     threads: int | None,
+    reuse_prefixes: bool,
     folder: Path,
 ) -> None:
     import yaml
@@ -203,7 +208,7 @@ def _write_llmapi(
         model_config.build(decoupled=triton.decoupled), folder / MODEL / "config.pbtxt"
     )
     shutil.copyfile(MODEL_SOURCE, version / "model.py")
-    settings = model_settings(target, draft, speculation, triton, threads)
+    settings = model_settings(target, draft, speculation, triton, threads, reuse_prefixes)
     (version / "model.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     for engine in [target, draft] if draft is not None else [target]:
         link_tree(engine.path, version / "engines" / engine.role)

@@ -240,6 +240,8 @@ def _counts(outcome: RequestOutcome, stats: RequestStats | None) -> Counter[tupl
         counts["toolkit_draft_tokens", None] = stats.drafted
         counts["toolkit_accepted_draft_tokens", None] = stats.accepted
         counts["toolkit_verify_steps", None] = stats.verify_steps
+        counts["toolkit_prompt_tokens", None] = stats.prompt_tokens
+        counts["toolkit_reused_prompt_tokens", None] = stats.reused_prompt_tokens or 0
         counts["toolkit_output_tokens", None] = stats.output_tokens
         counts["toolkit_draft_len_changes", None] = stats.draft_len_changes
         counts["toolkit_draft_probes", None] = stats.draft_probes

@@ -55,6 +55,7 @@ __all__ = [
     "parse_bls",
     "preprocessing_inputs",
     "split_prompts",
+    "text_value",
     "token_log_probs",
 ]
 
@@ -294,6 +295,7 @@ def engine_inputs(
     whole: bool = False,
     log_probs: LogProbSource = "engine",
     has_end_token: bool = False,
+    owner: str = "",
 ) -> dict[str, Array]:
     """The tensors of one engine call for `count` tokens that follow `ids`, with a batch dimension
     of 1.
@@ -301,7 +303,8 @@ def engine_inputs(
     role: draft | target. seeds: request (the engine keys its noise by seed and position) | call.
     whole: the call may run to the end of the request, so the engine gets its stop words. log_probs:
     logits | engine, where log-probabilities come from if they are requested. has_end_token: the
-    engines can return the token that ended the text.
+    engines can return the token that ended the text. owner: of the slot that the engine keeps for
+    this request; empty: it keeps none.
     """
     made = len(ids) - len(prepared.ids)
     tensors: dict[str, Array] = {
@@ -311,6 +314,8 @@ def engine_inputs(
         "pad_id": np.array([[prepared.pad_id]], dtype=np.int32),
         "exclude_input_in_output": np.array([[True]]),
     }
+    words = {"slot_owner": owner, "cache_salt": request.request.cache_salt}
+    tensors.update({name: text_value(word) for name, word in words.items() if word})
     if prepared.end_ids:
         tensors["end_id"] = np.array([[prepared.end_ids[0]]], dtype=np.int32)
     if has_end_token:
@@ -345,6 +350,11 @@ def engine_inputs(
     if PERFORMANCE_REQUEST in request.request.returns:
         tensors["return_perf_metrics"] = np.array([[True]])
     return tensors
+
+
+def text_value(text: str) -> Array:
+    """A tensor [1, 1] with a text."""
+    return np.array([[text.encode("utf-8")]], dtype=np.object_)
 
 
 def token_log_probs(

@@ -32,6 +32,7 @@ __all__ = [
     "BLS_INPUTS",
     "BLS_MODEL",
     "BLS_OUTPUTS",
+    "CACHE_INPUTS",
     "DRAFT_MODEL",
     "ENGINE_INPUTS",
     "ENSEMBLE",
@@ -55,7 +56,7 @@ __all__ = [
 # The version of the packaged files and of what they use of the toolkit. It is written into the
 # repository, so a repository of another version is recognised when it is loaded. Raise it when
 # either changes; it is also the package stage's version.
-PACKAGE_VERSION = 8
+PACKAGE_VERSION = 9
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 # The models of the other layout, `bls`: clients call BLS_MODEL, which calls the others. There MODEL
@@ -208,7 +209,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         "num_draft_tokens",
         "TYPE_INT32",
         ONE_VALUE,
-        "draft length of this request; 0: plain decoding",
+        "draft length of this request, at most what the schedule allows; 0: plain decoding",
         ours=True,
     ),
     TensorSpec(
@@ -224,6 +225,14 @@ INPUTS: tuple[TensorSpec, ...] = (
         "TYPE_INT32",
         ONE_VALUE,
         "deadline, in milliseconds from arrival; absent: the repository's default",
+        ours=True,
+    ),
+    TensorSpec(
+        "cache_salt",
+        "TYPE_STRING",
+        ONE_VALUE,
+        "only requests with the same one begin with what another left in the KV cache; at most 256"
+        " bytes",
         ours=True,
     ),
     TensorSpec("return_token_ids", "TYPE_BOOL", ONE_VALUE, "return output_ids", ours=True),
@@ -246,9 +255,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     ),
 )
 
-# A KV-cache block is one slot here: a contiguous cache for one sequence, of target and draft
-# together. So a request takes one block, and it reuses none, since nothing is kept between
-# requests.
+# A KV-cache block is one token of the prompt here, in the target's cache.
 OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_output", "TYPE_STRING", ANY_LENGTH, "the text, or its new part"),
     TensorSpec(
@@ -270,12 +277,14 @@ OUTPUTS: tuple[TensorSpec, ...] = (
         "kv_cache_reused_block",
         "TYPE_INT32",
         ANY_LENGTH,
-        "0: slots are not shared between requests",
+        "tokens of the prompt that an earlier request left in the cache",
     ),
-    TensorSpec("kv_cache_missed_block", "TYPE_INT32", ANY_LENGTH, "1: the slot had to be filled"),
-    TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32", ANY_LENGTH, "1: the request's slot"),
-    TensorSpec("kv_cache_alloc_total_blocks", "TYPE_INT32", ANY_LENGTH, "1: the request's slot"),
-    TensorSpec("kv_cache_hit_rate", "TYPE_FP32", ANY_LENGTH, "0.0: reused / (reused + missed)"),
+    TensorSpec(
+        "kv_cache_missed_block", "TYPE_INT32", ANY_LENGTH, "tokens of the prompt that were computed"
+    ),
+    TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32", ANY_LENGTH, "as kv_cache_missed_block"),
+    TensorSpec("kv_cache_alloc_total_blocks", "TYPE_INT32", ANY_LENGTH, "tokens of the prompt"),
+    TensorSpec("kv_cache_hit_rate", "TYPE_FP32", ANY_LENGTH, "reused / (reused + missed)"),
     TensorSpec(
         "arrival_time_ns", "TYPE_INT64", ANY_LENGTH, "monotonic clock of the server's machine"
     ),
@@ -411,6 +420,15 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
         "output_ids then hold the end token too",
         ours=True,
     ),
+    TensorSpec(
+        "slot_owner",
+        "TYPE_STRING",
+        ONE_VALUE,
+        "the request that this call is a round of: its slot is kept for its next call, until it"
+        " sends `stop` or calls no more",
+        ours=True,
+    ),
+    next(spec for spec in INPUTS if spec.name == "cache_salt"),
 )
 
 # Tensors that our BLS model has in addition to TensorRT-LLM's (`toolkit.facts.triton_tensors`).
@@ -427,6 +445,7 @@ BLS_INPUTS: tuple[TensorSpec, ...] = tuple(
         "return_speculation_stats",
     )
 )
+CACHE_INPUTS = (_OURS["cache_salt"],)  # where the engines are embedded
 BLS_OUTPUTS: tuple[TensorSpec, ...] = (
     *(
         _OURS[name]
@@ -489,6 +508,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "toolkit_draft_probes",
         "counter",
         "Questions whether drafts would pay again, of finished requests",
+    ),
+    MetricSpec("toolkit_prompt_tokens", "counter", "Prompt tokens of finished requests"),
+    MetricSpec(
+        "toolkit_reused_prompt_tokens",
+        "counter",
+        "Prompt tokens of finished requests that an earlier request left in the KV cache",
     ),
     MetricSpec("toolkit_output_tokens", "counter", "Output tokens of finished requests"),
     MetricSpec("toolkit_requests", "counter", "Requests by outcome: " + ", ".join(OUTCOMES)),

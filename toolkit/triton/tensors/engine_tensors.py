@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from toolkit.errors import RequestError
 from toolkit.interfaces import MAX_PENALTY, Sampling
 from toolkit.triton.tensors.engine_sampling import read_sampling
-from toolkit.triton.tensors.size_limits import check_stop_ids
+from toolkit.triton.tensors.size_limits import check_stop_ids, check_words
 from toolkit.triton.tensors.word_lists import unpack
 from toolkit.words import FinishReason
 
@@ -49,6 +49,8 @@ SERVED_TENSORS = {
     "return_num_input_tokens",
     "return_num_output_tokens",
     "return_end_token",
+    "slot_owner",
+    "cache_salt",
     "exclude_input_in_output",
     "stop",
     "streaming",
@@ -73,7 +75,8 @@ NEUTRAL_VALUES = {
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One parsed request. draft_logits [k, vocab]. with_input: the output begins with the input.
-    cancels: the request does not run; it cancels the one with the same id.
+    cancels: the request does not run; it cancels the one with the same id, or releases the slot of
+    its owner. owner, cache_salt: as in `Call`.
     """
 
     ids: tuple[int, ...]
@@ -88,6 +91,8 @@ class EngineRequest:
     with_input: bool = True
     returns: frozenset[str] = frozenset()
     cancels: bool = False
+    owner: str = ""
+    cache_salt: str = ""
 
 
 def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineRequest:
@@ -95,8 +100,9 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
     for name in arrays:
         if name not in SERVED_TENSORS and not _is_neutral(name, arrays):
             raise RequestError(f"{name} is not served by the embedded engine", hint="Leave it out.")
+    owner, cache_salt = _word(arrays, "slot_owner"), _word(arrays, "cache_salt")
     if _single_value(arrays, "stop", False):
-        return EngineRequest((), 0, cancels=True)
+        return EngineRequest((), 0, cancels=True, owner=owner)
     ids = _ids(arrays, "input_ids")
     stated = int(_single_value(arrays, "input_lengths", len(ids)))
     if not 0 < stated <= len(ids):
@@ -128,6 +134,8 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
         stop_words=stop_words,
         min_tokens=int(_single_value(arrays, "min_tokens", 0)),
         streaming=streaming,
+        owner=owner,
+        cache_salt=cache_salt,
         with_input=not _single_value(arrays, "exclude_input_in_output", False),
         returns=frozenset(
             name
@@ -235,6 +243,17 @@ def _single_value(arrays: Mapping[str, Array], name: str, default: Any) -> Any:
             hint="Send one sequence per request.",
         )
     return arrays[name].reshape(-1)[0].item()
+
+
+def _word(arrays: Mapping[str, Array], name: str) -> str:
+    values = arrays[name].reshape(-1).tolist() if name in arrays else [b""]
+    if len(values) != 1:
+        raise RequestError(f"{name} takes one value, and {len(values)} were sent")
+    check_words(values, name)
+    try:
+        return bytes(values[0]).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not valid UTF-8") from error
 
 
 def _ids(arrays: Mapping[str, Array], name: str) -> tuple[int, ...]:

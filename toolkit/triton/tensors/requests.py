@@ -107,6 +107,7 @@ class Request:
     draft_len: int | None = None
     acceptance: RequestAcceptance | None = None
     timeout_ms: int | None = None
+    cache_salt: str = ""
     include_prompt: bool = True
     returns: frozenset[str] = frozenset()
     cancels: bool = False  # the request does not run: it cancels the one with the same id
@@ -171,6 +172,7 @@ def parse(
         draft_len=_draft_len(values.get("num_draft_tokens"), limits),
         acceptance=_acceptance(values.get("acceptance")),
         timeout_ms=_timeout(values, limits),
+        cache_salt=_cache_salt(values.get("cache_salt")),
         include_prompt=(
             not streaming and not values.get(request_format.tensor_name("exclude_input"), False)
         ),
@@ -293,6 +295,13 @@ def _timeout(values: Mapping[str, Any], limits: Limits) -> int | None:
     return stated
 
 
+def _cache_salt(value: Any) -> str:
+    if value is None:
+        return ""
+    check_words([value], "cache_salt")
+    return _text(value, "cache_salt")
+
+
 def _draft_len(value: Any, limits: Limits) -> int | None:
     if value is None:
         return None
@@ -409,12 +418,14 @@ class Answer:
 
 
 def _performance(stats: RequestStats) -> dict[str, list[Any]]:
+    reused = stats.reused_prompt_tokens or 0
+    computed = stats.prompt_tokens - reused
     figures: dict[str, Any] = {
-        "kv_cache_reused_block": 0,
-        "kv_cache_missed_block": 1,
-        "kv_cache_alloc_new_blocks": 1,
-        "kv_cache_alloc_total_blocks": 1,
-        "kv_cache_hit_rate": 0.0,
+        "kv_cache_reused_block": reused,
+        "kv_cache_missed_block": computed,
+        "kv_cache_alloc_new_blocks": computed,
+        "kv_cache_alloc_total_blocks": stats.prompt_tokens,
+        "kv_cache_hit_rate": reused / stats.prompt_tokens,
         "arrival_time_ns": stats.arrival_ns,
         "first_scheduled_time_ns": stats.first_scheduled_ns,
         "first_token_time_ns": stats.first_token_ns,

@@ -51,6 +51,7 @@ def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
             "speculation": speculation_of(config, finished).model_dump(mode="json"),
             "triton": config.triton.model_dump(exclude=SERVER_SETTINGS),
             "threads": embedded(config).threads,
+            "enable_prefix_caching": embedded(config).enable_prefix_caching,
         }
         inputs = {need: finished[need].entry.digest for need in engines}
         inputs["toolkit_sources"] = _sources()
@@ -60,8 +61,16 @@ def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         target, *drafts = (finished[need].record for need in engines)
         speculation = speculation_of(config, finished)
         draft = drafts[0] if speculation.has_draft_model else None
-        threads, end_ids = embedded(config).threads, eos_token_ids(target.path)
-        return package(target, draft, speculation, config.triton, threads, out_dir, end_ids=end_ids)
+        return package(
+            target,
+            draft,
+            speculation,
+            config.triton,
+            embedded(config).threads,
+            out_dir,
+            end_ids=eos_token_ids(target.path),
+            reuse_prefixes=embedded(config).enable_prefix_caching,
+        )
 
     return Stage("package", VERSION, TritonRepository, needs, parts, run)
 

@@ -14,10 +14,12 @@ engines. The prompts of one request are served one after the other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
 import time
+import uuid
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
@@ -47,6 +49,7 @@ from toolkit.triton.tensors.bls import (
     preprocessing_inputs,
     shaped,
     split_prompts,
+    text_value,
     token_log_probs,
 )
 from toolkit.triton.tensors.contract import PACKAGE_VERSION
@@ -69,6 +72,7 @@ STREAMED_CALL_NS = 25_000_000
 WHOLE_CALL_NS = 250_000_000
 MAX_CALL_TOKENS = 64
 DRAFT_PAUSE_NS = 10_000_000_000  # without calls to a draft that has failed
+UNTOLD = ("toolkit_reused_prompt_tokens",)  # the engines have it, in their own figures
 FIGURES = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
 
 
@@ -101,7 +105,7 @@ class TritonPythonModel:
         end_ids = parameters.get("end_ids", "").split(",")
         self._end_ids = tuple(int(end_id) for end_id in end_ids if end_id)
         self._accumulate = parameters.get("accumulate_tokens", "false").lower() in ("true", "1")
-        self._metrics = Metrics(pb_utils, args["model_name"])
+        self._metrics = Metrics(pb_utils, args["model_name"], untold=UNTOLD)
         self._lost_draft: tuple[int, str] | None = None  # when it failed, and why
         self._adaptive: Adaptive | None = None
         if "adaptive" in parameters and self._limits.max_draft_len:
@@ -241,20 +245,23 @@ class TritonPythonModel:
             cancelled=cancelled,
             adaptive=self._adaptive if reason == "pays" else None,
         )
-        for event in rounds:
-            if event.finish_reason in ("deadline", "cancelled"):
-                tokens = 0 if event.stats is None else event.stats.output_tokens
-                messages = {
-                    "deadline": (
-                        f"deadline of {timeout_ms} ms passed after {tokens} tokens; timeout_ms sets"
-                        " another"
-                    ),
-                    "cancelled": "cancelled by the client",
-                }
-                message = messages[event.finish_reason]
-                self._refuse(sender, event.finish_reason, message, event.stats, answer.gaps)
-                return False
-            self._send(sender, answer, event, rounds, engines, is_last=is_last)
+        try:
+            for event in rounds:
+                if event.finish_reason in ("deadline", "cancelled"):
+                    tokens = 0 if event.stats is None else event.stats.output_tokens
+                    messages = {
+                        "deadline": (
+                            f"deadline of {timeout_ms} ms passed after {tokens} tokens; timeout_ms"
+                            " sets another"
+                        ),
+                        "cancelled": "cancelled by the client",
+                    }
+                    message = messages[event.finish_reason]
+                    self._refuse(sender, event.finish_reason, message, event.stats, answer.gaps)
+                    return False
+                self._send(sender, answer, event, rounds, engines, is_last=is_last)
+        finally:
+            engines.release()
         if rounds.draft_failure is not None and self._lost() is None:
             self._lost_draft = time.monotonic_ns(), rounds.draft_failure.what
         return True
@@ -353,6 +360,9 @@ class EngineModels:
             for name in ("min_tokens", "seed")
             if f"engine_{name}" in parameters
         }
+        # The engines keep a slot for each request until it ends.
+        self._owner = uuid.uuid4().hex if parameters.get("keeps_slots") == "true" else ""
+        self._holding: set[str] = set()  # models that keep a slot
         self._request = request
         self._prepared = prepared
         self.figures: dict[str, int] = {}
@@ -370,6 +380,7 @@ class EngineModels:
             role="draft",
             seeds=self._seeds,
             has_end_token=self._has_end_token,
+            owner=self._owner,
         )
         wanted = [
             "output_ids",
@@ -377,7 +388,7 @@ class EngineModels:
             *(["generation_logits"] if "return_generation_logits" in tensors else []),
         ]
         try:
-            answer = call(self._draft, self._with_engine_names(tensors), wanted)
+            answer = self._call(self._draft, tensors, wanted)
         except EngineFailed as error:
             raise DraftFailed(
                 error.what,
@@ -389,9 +400,25 @@ class EngineModels:
             logits = logits.reshape(-1, logits.shape[-1])[: len(new)]
         return Drafts(new, logits)
 
-    def _with_engine_names(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors, with the names that the engine's version has for them."""
-        return {self._names.get(name, name): array for name, array in tensors.items()}
+    def release(self) -> None:
+        """Let the engines give the request's slots to others. A slot of an engine that has failed
+        is free soon anyway.
+        """
+        if not self._owner:
+            return
+        tensors = {"stop": np.array([[True]]), "slot_owner": text_value(self._owner)}
+        for model in self._holding:
+            with contextlib.suppress(EngineFailed):
+                call(model, tensors, ())
+
+    def _call(self, model: str, tensors: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+        """Call an engine, with the names that its version has for the tensors."""
+        self._holding.discard(model)  # one that does not answer would not answer a release either
+        answer = call(
+            model, {self._names.get(name, name): array for name, array in tensors.items()}, wanted
+        )
+        self._holding.add(model)
+        return answer
 
     def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
         return self._call_target(
@@ -426,13 +453,14 @@ class EngineModels:
             seeds=self._seeds,
             log_probs=self._log_probs,
             has_end_token=self._has_end_token,
+            owner=self._owner,
             **options,
         )
         wanted = ["output_ids", "sequence_length"]
         wanted += ["output_log_probs"] if "return_log_probs" in tensors else []
         wanted += ["generation_logits"] if "return_generation_logits" in tensors else []
         wanted += FIGURES if "return_perf_metrics" in tensors else []
-        answer = call(self._target, self._with_engine_names(tensors), wanted)
+        answer = self._call(self._target, tensors, wanted)
         for name in FIGURES:
             if name in answer:
                 self.figures[name] = self.figures.get(name, 0) + int(answer[name].reshape(-1)[0])

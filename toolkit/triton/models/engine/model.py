@@ -85,7 +85,8 @@ class TritonPythonModel:
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
-        self._executor = Executor(engine)
+        reuses = parameters.get("enable_kv_cache_reuse", "true") == "true"
+        self._executor = Executor(engine, reuse_prefixes=reuses)
         self._vocab_size = engine.vocab_size
         timeout_s = parameters.get("request_timeout_s")
         self._timeout_s = math.inf if timeout_s is None else float(timeout_s)
@@ -139,6 +140,12 @@ class TritonPythonModel:
     def _accept(self, triton_request: Any, sender: Any) -> None:
         arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in triton_request.inputs()}
         request, name = parse_engine(arrays, decoupled=self._decoupled), triton_request.request_id()
+        if request.cancels and request.owner:
+            self._executor.release(request.owner)
+            sender.send(
+                pb_utils.InferenceResponse([]), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            )
+            return
         if request.cancels:
             if not name:
                 raise RequestError(
@@ -169,6 +176,8 @@ class TritonPythonModel:
             min_tokens=request.min_tokens,
             log_probs="return_log_probs" in request.returns,
             logits=wants_logits,
+            owner=request.owner,
+            cache_salt=request.cache_salt,
         )
         with self._jobs_lock:
             self._jobs.add(job)

@@ -120,6 +120,7 @@ class TritonPythonModel:
                 ngram_size=(speculative or {}).get("max_matching_ngram_size"),
                 max_prompt_tokens=our_settings["max_prompt_tokens"],
                 adaptive=our_settings["adaptive"],
+                reuse_prefixes=our_settings["enable_prefix_caching"],
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
@@ -221,6 +222,7 @@ class TritonPythonModel:
             deadline_ns=arrival_ns + timeout_ms * 1_000_000,
             cumulative_logprob="return_cumulative_logprob" in request.returns,
             running_stats=request.repeats_figures,
+            cache_salt=request.cache_salt,
         )
         try:
             self._runtime.submit(generation, lambda event: self._outbox.put((job, event)))

@@ -43,6 +43,7 @@ CLIENT_CHECK_INTERVAL_S = 0.1  # between two checks whether the client is gone
 METRICS_INTERVAL_S = 0.1
 DEFAULT_MAX_BATCH_SIZE = 2048  # of LLM()
 UNTOLD = (
+    "toolkit_reused_prompt_tokens",
     "toolkit_draft_tokens",
     "toolkit_accepted_draft_tokens",
     "toolkit_verify_steps",
