@@ -58,6 +58,8 @@ class RuntimeEndpoint:
             stop=tuple(options.get("stop") or ()),
             draft_len=options.get("num_draft_tokens"),
             acceptance=options.get("acceptance"),
+            # Without one, a request shares with no other, as those of toolkit.client.
+            cache_salt=options.get("cache_salt", f"salt {self.served}"),
         )
         sent = self.now_ns = self.now_ns + STEP_NS
         outcome = serve_one(self.runtime, request)
@@ -76,6 +78,7 @@ class RuntimeEndpoint:
             drafted_by_position=stats.drafted_by_position,
             accepted_by_position=stats.accepted_by_position,
             steps_by_reason=dict(stats.steps_by_reason),
+            reused_blocks=stats.reused_prompt_tokens,
         )
         text, ids = outcome.text, tuple(outcome.ids)
         return RequestTiming(

@@ -23,10 +23,11 @@ from rich.console import Console
 
 from tests.support.runtime_endpoint import RuntimeEndpoint, reference_of
 from tests.support.runtimes import CODEC, make_runtime
-from tests.support.step_engines import ForgetfulRewind, TableEngine
+from tests.support.step_engines import LOOK_BACK, ForgetfulRewind, TableEngine
 from toolkit.client import RequestTiming
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
+from toolkit.facts.capabilities import EMBEDDED
 from toolkit.interfaces import Progress, Sampling
 from toolkit.records.build import Quality
 from toolkit.records.codec import to_json
@@ -94,7 +95,11 @@ def judged(
     }
     config = ValidationConfig(prompts=path, max_tokens=16, distribution=gates, **measuring)
     report = validate(
-        Served(endpoint, DRAFT_LEN),
+        Served(
+            endpoint,
+            DRAFT_LEN,
+            dataclasses.replace(EMBEDDED, reuses_prefixes=runtime.get("reuse_prefixes", False)),
+        ),
         config,
         References(reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness))),
         Origin("tables", Quality(None, None), {}, {}),
@@ -123,6 +128,29 @@ def test_lengths_that_adapt_do_not_look_like_a_draft_that_loses_tokens(tmp_path:
     assert named(adaptive) == named(fixed) == []
     assert adaptive.draft_check == fixed.draft_check
     assert adaptive.verdict == fixed.verdict
+
+
+class RotsWhenCut(TableEngine):
+    """Loses the first token of what a slot is cut back to by more than a rejected block."""
+
+    def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        for slot, length in zip(slots, lengths, strict=True):
+            if 0 < length < self._lengths[slot] - DRAFT_LEN - 1:
+                self._cache[slot][LOOK_BACK] += 1
+        super().rewind(slots, lengths)
+
+
+def test_a_fault_in_what_is_reused_shows_though_no_timed_request_reuses(tmp_path: Path) -> None:
+    sound, _ = judged(tmp_path, reuse_prefixes=True)
+    assert (named(sound), sound.verdict) == ([], "PASS")
+    assert sound.parity is not None
+    assert all(arm.identical == 60 for arm in sound.parity.arms)
+    slices = {part.of: part for part in sound.acceptance_slices}
+    # Neighbouring prompts have two tokens in common. The 60 timed requests reuse none.
+    reused, new = slices["reused_prefix"].requests, slices["new_prefix"].requests
+    assert reused > 30 and new >= 60 and reused + new == 120
+    rotten, _ = judged(tmp_path, reuse_prefixes=True, target=table(1, RotsWhenCut))
+    assert outcomes(rotten)["parity"] == "FAIL"
 
 
 def test_a_sound_runtime_is_identical_everywhere_and_nothing_is_named(tmp_path: Path) -> None:
