@@ -36,8 +36,8 @@ MIN_SHM_BYTES = 64 * 2**20
 # tensorrtllm_backend, dockerfile/Dockerfile.triton.trt_llm_backend: its PATH).
 CONTAINER_ENVIRONMENT = Path("/opt/venv-tritonserver")
 WITHOUT_AVX512 = (
-    "compiled engines use AVX2; verifying five tokens takes 1.3 (W8A8) to 1.9 times (W8A16) as long"
-    " as decoding one"
+    "compiled engines use AVX2; a token takes up to 1.2 times as long, and verifying five takes 1.5"
+    " to 2.3 times as long as decoding one"
 )
 INSTALL_EXTRA = "pip install --editable '.[{}]' in the toolkit's checkout"
 

@@ -248,6 +248,16 @@ struct Linear {
   int64_t rows;
 };
 
+// The same as parameters of an operator, in its schema, and made of the parameters.
+#define LINEAR_PARAMETERS(name) \
+  const Tensor &name, const std::optional<Tensor>&name##_scale, const std::optional<Tensor>&name##_input_scale, \
+  const std::optional<Tensor>&name##_pre_scale, const std::optional<Tensor>&name##_bias, const std::optional<Tensor>&name##_start, \
+  int64_t name##_rows
+#define LINEAR_SCHEMA(name) \
+  "Tensor " #name ", Tensor? " #name "_scale, Tensor? " #name "_input_scale, Tensor? " #name "_pre_scale, Tensor? " #name "_bias, " \
+  "Tensor? " #name "_start, int " #name "_rows"
+#define LINEAR_OF(name) {name, name##_scale, name##_input_scale, name##_pre_scale, name##_bias, name##_start, name##_rows}
+
 // What is done with a row of products: it is scaled, the bias is added, then `onto` is added.
 struct Finish {
   const float *scale, *bias, *onto;  // onto [m, rows] may be `out` itself
@@ -667,14 +677,12 @@ const float* floats(const Tensor& x) {
 }
 
 // x [..., k] float32 -> [..., rows] float32.
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& input_scale,
-              const std::optional<Tensor>& pre_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& start,
-              int64_t rows) {
+Tensor linear(const Tensor& x, LINEAR_PARAMETERS(weight)) {
   auto sizes = x.sizes().vec();
   int64_t k = sizes.back();
-  sizes.back() = rows;
+  sizes.back() = weight_rows;
   Tensor out = at::empty(sizes, x.options());
-  project(floats(x), x.numel() / k, k, {weight, scale, input_scale, pre_scale, bias, start, rows}, nullptr, out.mutable_data_ptr<float>());
+  project(floats(x), x.numel() / k, k, LINEAR_OF(weight), nullptr, out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -718,23 +726,15 @@ void gated(const float* gate_up, int64_t m, int64_t k, float* out) {
 }
 
 // hidden [..., k] + down(silu(gate) * up), where gate and up are computed from norm(hidden).
-Tensor feed_forward(const Tensor& hidden, const Tensor& norm,  //
-                    const Tensor& gate_up, const std::optional<Tensor>& gate_up_scale, const std::optional<Tensor>& gate_up_input_scale,
-                    const std::optional<Tensor>& gate_up_pre_scale, const std::optional<Tensor>& gate_up_bias,
-                    const std::optional<Tensor>& gate_up_start, int64_t gate_up_rows,  //
-                    const Tensor& down, const std::optional<Tensor>& down_scale, const std::optional<Tensor>& down_input_scale,
-                    const std::optional<Tensor>& down_pre_scale, const std::optional<Tensor>& down_bias,
-                    const std::optional<Tensor>& down_start, int64_t down_rows, double eps) {
+Tensor feed_forward(const Tensor& hidden, const Tensor& norm, LINEAR_PARAMETERS(gate_up), LINEAR_PARAMETERS(down), double eps) {
   const float* x = floats(hidden);
   int64_t k = hidden.size(-1), m = hidden.numel() / k, inner = gate_up_rows / 2;
   Tensor out = at::empty(hidden.sizes(), hidden.options());
   Scratch<float> normed(m * k), both(m * gate_up_rows), mixed(m * inner);
   rms_norm(x, m, k, floats(norm), static_cast<float>(eps), normed);
-  project(normed, m, k, {gate_up, gate_up_scale, gate_up_input_scale, gate_up_pre_scale, gate_up_bias, gate_up_start, gate_up_rows},
-          nullptr, both);
+  project(normed, m, k, LINEAR_OF(gate_up), nullptr, both);
   gated(both, m, inner, mixed);
-  project(mixed, m, inner, {down, down_scale, down_input_scale, down_pre_scale, down_bias, down_start, down_rows}, x,
-          out.mutable_data_ptr<float>());
+  project(mixed, m, inner, LINEAR_OF(down), x, out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -882,6 +882,15 @@ struct Cache {
   float eps;
 };
 
+#define CACHE_PARAMETERS \
+  Tensor keys, Tensor values, const Tensor &slots, const Tensor &lengths, const Tensor &starts, const Tensor &cos, const Tensor &sin, \
+  const std::optional<Tensor>&q_norm, const std::optional<Tensor>&k_norm, const std::optional<Tensor>&k_scale, \
+  const std::optional<Tensor>&v_scale, int64_t heads, int64_t window, double eps
+#define CACHE_SCHEMA \
+  "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor starts, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, " \
+  "Tensor? k_scale, Tensor? v_scale, int heads, int window, float eps"
+#define CACHE_OF_PARAMETERS {keys, values, slots, lengths, starts, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)}
+
 // The tokens of sequence b are those from start[b] up to the start of the next one, or up to the last.
 template <typename C>
 void attention_heads(const float* qkv, int64_t tokens, const Cache& cache, float* out) {
@@ -971,36 +980,24 @@ void attention_floats(const float* qkv, int64_t tokens, const Cache& cache, floa
 // values [slots, kv_heads, capacity, padded], both float32, bfloat16 or uint8 (E4M3 bits at k_scale,
 // v_scale []), which are written in place after the first `lengths` [batch] positions of `slots` [batch];
 // cos, sin [positions, dim / 2]; window 0: unbounded. Returns [..., heads dim].
-Tensor attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& starts,
-                 const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
-                 const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
+Tensor attention(const Tensor& qkv, CACHE_PARAMETERS) {
   Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * keys.size(2)}, qkv.options());
-  Cache cache{keys, values, slots, lengths, starts, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
+  Cache cache = CACHE_OF_PARAMETERS;
   attention_floats(floats(qkv), qkv.size(0) * qkv.size(1), cache, out.mutable_data_ptr<float>());
   return out;
 }
 
 // hidden [batch, n, k] + o(attention(qkv(norm(hidden)))).
-Tensor attend(const Tensor& hidden, const Tensor& norm,  //
-              const Tensor& qkv, const std::optional<Tensor>& qkv_scale, const std::optional<Tensor>& qkv_input_scale,
-              const std::optional<Tensor>& qkv_pre_scale, const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& qkv_start,
-              int64_t qkv_rows,  //
-              const Tensor& o, const std::optional<Tensor>& o_scale, const std::optional<Tensor>& o_input_scale,
-              const std::optional<Tensor>& o_pre_scale, const std::optional<Tensor>& o_bias, const std::optional<Tensor>& o_start,
-              int64_t o_rows,  //
-              Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& starts, const Tensor& cos,
-              const Tensor& sin,
-              const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, const std::optional<Tensor>& k_scale,
-              const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
+Tensor attend(const Tensor& hidden, const Tensor& norm, LINEAR_PARAMETERS(qkv), LINEAR_PARAMETERS(o), CACHE_PARAMETERS) {
   const float* x = floats(hidden);
   int64_t m = hidden.size(0) * hidden.size(1), k = hidden.size(2), inner = heads * keys.size(2);
-  Cache cache{keys, values, slots, lengths, starts, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
+  Cache cache = CACHE_OF_PARAMETERS;
   Tensor out = at::empty(hidden.sizes(), hidden.options());
   Scratch<float> normed(m * k), three(m * qkv_rows), mixed(m * inner);
   rms_norm(x, m, k, floats(norm), cache.eps, normed);
-  project(normed, m, k, {qkv, qkv_scale, qkv_input_scale, qkv_pre_scale, qkv_bias, qkv_start, qkv_rows}, nullptr, three);
+  project(normed, m, k, LINEAR_OF(qkv), nullptr, three);
   attention_floats(three, m, cache, mixed);
-  project(mixed, m, inner, {o, o_scale, o_input_scale, o_pre_scale, o_bias, o_start, o_rows}, x, out.mutable_data_ptr<float>());
+  project(mixed, m, inner, LINEAR_OF(o), x, out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -1011,19 +1008,11 @@ Tensor attend(const Tensor& hidden, const Tensor& norm,  //
 #define REGISTER(name, library) TORCH_LIBRARY(name, library)
 #define REGISTER_CPU(name, library) TORCH_LIBRARY_IMPL(name, CPU, library)
 
-// A packed linear among the arguments of an operator.
-#define LINEAR(name) \
-  "Tensor " name ", Tensor? " name "_scale, Tensor? " name "_input_scale, Tensor? " name "_pre_scale, Tensor? " name "_bias, Tensor? " \
-  name "_start, int " name "_rows"
-#define ATTENTION \
-  "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor starts, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, " \
-  "Tensor? k_scale, Tensor? v_scale, int heads, int window, float eps"
-
 REGISTER(TOOLKIT_NAMESPACE, library) {
-  library.def("linear(Tensor x, " LINEAR("weight") ") -> Tensor");
-  library.def("attention(Tensor qkv, " ATTENTION ") -> Tensor");
-  library.def("attend(Tensor hidden, Tensor norm, " LINEAR("qkv") ", " LINEAR("o") ", " ATTENTION ") -> Tensor");
-  library.def("feed_forward(Tensor hidden, Tensor norm, " LINEAR("gate_up") ", " LINEAR("down") ", float eps) -> Tensor");
+  library.def("linear(Tensor x, " LINEAR_SCHEMA(weight) ") -> Tensor");
+  library.def("attention(Tensor qkv, " CACHE_SCHEMA ") -> Tensor");
+  library.def("attend(Tensor hidden, Tensor norm, " LINEAR_SCHEMA(qkv) ", " LINEAR_SCHEMA(o) ", " CACHE_SCHEMA ") -> Tensor");
+  library.def("feed_forward(Tensor hidden, Tensor norm, " LINEAR_SCHEMA(gate_up) ", " LINEAR_SCHEMA(down) ", float eps) -> Tensor");
 }
 
 REGISTER_CPU(TOOLKIT_NAMESPACE, library) {
