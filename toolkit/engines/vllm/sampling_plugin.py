@@ -1,15 +1,21 @@
-"""A plugin for vLLM, loaded in its own processes: sampled drafts on a CPU (vLLM issue 55005).
+"""A plugin for vLLM, loaded in its own processes: sampled drafts on a CPU. It corrects two faults.
 
 Where vLLM verifies drafts, it repeats each request's temperature, top-k and top-p for each of its
 draft tokens. Its function for CPUs, `_expand_kernel_impl`, converts the result's memory to int64
-and writes into the copy, so the sampler reads memory that nobody wrote. This plugin puts a
-function of its own in that place, and only where vLLM's gives a wrong answer.
+and writes into the copy, so the sampler reads memory that nobody wrote (vLLM issue 55005).
+
+In a step that verifies no draft, as the last one of many requests, its `apply_top_k_only` takes the
+maximum of nothing. The error ends the engine: one sampled request with top_k and without top_p ends
+the server.
+
+This plugin puts functions of its own in these places, and only where vLLM's give a wrong answer.
 
 vLLM loads plugins of the group `vllm.general_plugins` in each of its processes before it chooses
 its kernels. This file runs without the toolkit; `plugin_files` makes an installed package of it.
 
-Source: vllm/v1/sample/rejection_sampler.py, vllm/utils/cpu_triton_utils.py,
-vllm/plugins/__init__.py, register_triton_kernel_overrides in vllm/platforms/cpu.py, of 0.32.0.
+Source: vllm/v1/sample/rejection_sampler.py, vllm/v1/sample/ops/topk_topp_sampler.py,
+vllm/utils/cpu_triton_utils.py, vllm/plugins/__init__.py, register_triton_kernel_overrides in
+vllm/platforms/cpu.py, of 0.32.0.
 """
 
 from __future__ import annotations
@@ -22,20 +28,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DISTRIBUTION", "FOLDER", "plugin_files", "register"]
+__all__ = ["DISTRIBUTION", "FOLDER", "VERSION", "plugin_files", "register"]
 
 FOLDER = "vllm_plugins"  # in the engine directory; the server's PYTHONPATH names it
 DISTRIBUTION = "toolkit_vllm_sampling"
+VERSION = "2"  # part of the key of an engine that brings it
 GROUP = "vllm.general_plugins"
 
 
 def plugin_files() -> dict[str, str]:
     """The installed package: path in a folder of PYTHONPATH -> text."""
-    metadata = f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1\n"
+    metadata = f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {VERSION}\n"
     return {
         f"{DISTRIBUTION}.py": Path(__file__).read_text(encoding="utf-8"),
-        f"{DISTRIBUTION}-1.dist-info/METADATA": metadata,
-        f"{DISTRIBUTION}-1.dist-info/entry_points.txt": (
+        f"{DISTRIBUTION}-{VERSION}.dist-info/METADATA": metadata,
+        f"{DISTRIBUTION}-{VERSION}.dist-info/entry_points.txt": (
             f"[{GROUP}]\n{DISTRIBUTION} = {DISTRIBUTION}:register\n"
         ),
     }
@@ -51,6 +58,30 @@ def register() -> None:
     if not repeats_values(kernels._expand_kernel_impl):
         kernels._expand_kernel_impl = expand
         logging.getLogger("vllm").info("%s corrects how drafts are sampled", DISTRIBUTION)
+    samplers: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    if not takes_no_rows(samplers.apply_top_k_only):
+        samplers.apply_top_k_only = unless_empty(samplers.apply_top_k_only)
+        logging.getLogger("vllm").info("%s corrects top_k in steps without drafts", DISTRIBUTION)
+
+
+def takes_no_rows(implementation: Any) -> bool:
+    """Whether this implementation of vLLM's `apply_top_k_only` has an answer to no logits."""
+    import torch
+
+    try:
+        implementation(torch.empty(0, 4), torch.empty(0, dtype=torch.int32))
+    except RuntimeError:
+        return False
+    return True
+
+
+def unless_empty(implementation: Any) -> Any:
+    """The same, but that no logits are answered with none."""
+
+    def apply_top_k_only(logits: torch.Tensor, k: torch.Tensor) -> Any:
+        return implementation(logits, k) if logits.shape[0] else logits
+
+    return apply_top_k_only
 
 
 def repeats_values(implementation: Any) -> bool:
