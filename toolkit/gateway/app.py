@@ -12,16 +12,10 @@ servers behind the gateway are; the log is.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import re
-import secrets
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
@@ -29,25 +23,23 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.client import ClientError, Options
-from toolkit.config.schema import GatewayConfig
-from toolkit.gateway.answering import HUNG_UP, Running, error_event, refusal_of, watched
-from toolkit.gateway.arms import Arm, Arms, Finished
+from toolkit.gateway.arms import Arm
 from toolkit.gateway.backends import Overloaded
 from toolkit.gateway.bodies import body_of, read_body
-from toolkit.gateway.faults import INTERNAL, described, internal_error
-from toolkit.gateway.guard import Guard
-from toolkit.gateway.metrics import CONTENT_TYPE, Metrics
+from toolkit.gateway.faults import internal_error
+from toolkit.gateway.metrics import CONTENT_TYPE
 from toolkit.gateway.protocol import (
     MAX_SHOWN,
     Answers,
     Asked,
     Refusal,
-    parse_chat,
     parse_completion,
 )
+from toolkit.gateway.sending import Answer
+from toolkit.gateway.service import Gateway, new_id, refused
 
 __all__ = ["Gateway", "make_app", "make_full"]
 
@@ -55,127 +47,11 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,100}")
 HEALTH_AGE_S = 10.0  # a token is news of the server's health for so long
 HEALTH_TIMEOUT_S = 20.0
 HEALTH_PROMPT = "Hello"
-READING_S = 10.0  # what a client has to read the rest, after request_timeout_s
 # A body of this size takes half a millisecond to be read and rendered. A larger one is given to a
 # thread, which costs a millisecond while the event loop is busy.
 READ_AT_ONCE_BYTES = 1 << 14
-SHADOWS = 32  # copies at a time; a busy gateway drops copies before it drops requests
 
-Render = Callable[[object], str]
 Parse = Callable[[Mapping[str, Any]], Asked]
-
-
-@dataclass
-class Gateway:
-    """What the application serves with.
-
-    model: its name for clients. render: applies the chat template; None: there is none. log: takes
-    a line per request. spell: the text of a token, for log-probabilities.
-    """
-
-    config: GatewayConfig
-    model: str
-    arms: Arms
-    guard: Guard
-    render: Render | None = None
-    spell: Callable[[int], str] = str
-    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
-    metrics: Metrics = field(default_factory=Metrics)
-    token_at_s: dict[str, float] = field(default_factory=dict)  # arm -> when it last produced one
-    shadows: set[asyncio.Task[None]] = field(default_factory=set)
-    probe: asyncio.Task[dict[str, str]] | None = None  # of all who ask for the health now
-    tickets: Iterator[int] = field(default_factory=itertools.count)
-    # One: the interpreter's lock lets no second one help, and each takes time from the event loop.
-    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reader"))
-
-    def chat(self, body: Mapping[str, Any]) -> Asked:
-        return parse_chat(body, self.render)
-
-    async def close(self) -> None:
-        tasks = [*self.shadows, *([] if self.probe is None else [self.probe])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for arm in self.arms.all:
-            await arm.backend.close()
-        self.arms.close()
-        self.reader.shutdown()
-
-    @contextmanager
-    def refusing_faults(self, request_id: str, path: str) -> Iterator[None]:
-        """Whatever is unexpected in the block is logged, and becomes a Refusal with 500."""
-        try:
-            yield
-        except (Refusal, ClientError, ClientDisconnect):
-            raise
-        except Exception as error:
-            self.tell_fault(error, request_id, path)
-            raise internal_error(request_id) from error
-
-    def tell_fault(self, error: BaseException, request_id: str, path: str) -> None:
-        """Log what was not expected."""
-        self.tell({"id": request_id, "path": path, **described(error)})
-
-    def tell(self, line: Mapping[str, Any]) -> None:
-        """Log a line."""
-        self.log(json.dumps({"time": _now(), **line}))
-
-    def refuse(self, refusal: Refusal, request_id: str, path: str, key: str) -> Response:
-        """Count and log a request that goes to no arm: its answer. The message is not logged, since
-        it may hold what the client sent.
-        """
-        self.metrics.requests.labels(path, "-", str(refusal.status)).inc()
-        line = {
-            "id": request_id,
-            "path": path,
-            "arm": "-",
-            "key": key,
-            "status": str(refusal.status),
-            "error": refusal.code or "refused",
-        }
-        self.tell(line)
-        return _refused(refusal, request_id)
-
-    def note(self, request: Finished, path: str, key: str) -> None:
-        """Count and log a request, and tell whoever chooses the arms."""
-        metrics, arm, statistics = self.metrics, request.arm, request.statistics
-        status = HUNG_UP if request.status is None else str(request.status)
-        metrics.requests.labels("shadow" if request.is_shadow else path, arm, status).inc()
-        if request.ttft_ns is not None:
-            metrics.ttft.labels(arm).observe(request.ttft_ns / 1e9)
-            self.token_at_s[arm] = time.monotonic()
-        if request.status == 200:
-            metrics.e2e.labels(arm).observe(request.e2e_ns / 1e9)
-        icl = metrics.icl.labels(arm)
-        for gap_ns in request.gaps_ns:
-            icl.observe(gap_ns / 1e9)
-        metrics.tokens.labels(arm).inc(statistics.output_tokens or 0)
-        metrics.drafted.labels(arm).inc(statistics.drafted or 0)
-        metrics.accepted.labels(arm).inc(statistics.accepted or 0)
-        if statistics.draft_failure is not None:
-            metrics.draft_failures.labels(arm).inc()
-        line = {
-            "id": request.request_id,
-            "path": path,
-            "arm": arm,
-            "key": key,
-            "status": status,
-            "input_tokens": statistics.input_tokens,
-            "output_tokens": statistics.output_tokens,
-            "drafted": statistics.drafted,
-            "accepted": statistics.accepted,
-            "ttft_ms": None if request.ttft_ns is None else round(request.ttft_ns / 1e6, 3),
-            "e2e_ms": round(request.e2e_ns / 1e6, 3),
-            **({"shadow": True} if request.is_shadow else {}),
-            **({"draft_failure": failure} if (failure := statistics.draft_failure) else {}),
-            **({"error": request.error} if request.error else {}),
-        }
-        self.tell(line)
-        self.arms.finished(request)
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def make_app(gateway: Gateway) -> Starlette:
@@ -213,9 +89,9 @@ def make_app(gateway: Gateway) -> Starlette:
         return await _guarded(gateway, request, _rollout)
 
     async def failed(request: Request, error: Exception) -> Response:
-        request_id = _new_id()
+        request_id = new_id()
         gateway.tell_fault(error, request_id, request.url.path)
-        return _refused(internal_error(request_id), request_id)
+        return refused(internal_error(request_id), request_id)
 
     return Starlette(
         routes=[
@@ -244,7 +120,7 @@ def make_full(gateway: Gateway) -> ASGIApp:
             code="overloaded",
             retry_after_s=gateway.guard.retry_after_s(),
         )
-        response = gateway.refuse(refusal, _new_id(), "-", "-")
+        response = gateway.refuse(refusal, new_id(), "-", "-")
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
 
@@ -258,22 +134,13 @@ async def _not_found(request: Request, error: Exception) -> Response:
     shown = f"{request.method} {request.url.path[:MAX_SHOWN]}"
     if allowed is None:
         known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /rollout, /"
-        return _refused(
+        return refused(
             Refusal(f"{shown} is not served here; there are {known}", status=404, code="not_found")
         )
     what = f"{shown} is not served; {allowed} is"
-    response = _refused(Refusal(what, status=status, code="method_not_allowed"))
+    response = refused(Refusal(what, status=status, code="method_not_allowed"))
     response.headers["Allow"] = allowed
     return response
-
-
-def _refused(refusal: Refusal, request_id: str | None = None) -> Response:
-    headers = {} if request_id is None else {"X-Request-Id": request_id}
-    if refusal.retry_after_s is not None:
-        headers["Retry-After"] = str(refusal.retry_after_s)
-    if refusal.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(refusal.body(), refusal.status, headers)
 
 
 async def _guarded(
@@ -283,7 +150,7 @@ async def _guarded(
         gateway.guard.name(request.headers.get("authorization"))
         return await handle(gateway, request)
     except Refusal as refusal:
-        return _refused(refusal)
+        return refused(refusal)
 
 
 async def _models(gateway: Gateway, request: Request) -> Response:
@@ -329,10 +196,6 @@ async def _states(gateway: Gateway) -> dict[str, str]:
     return {arm.name: await _state(gateway, arm) for arm in gateway.arms.needed}
 
 
-def _new_id() -> str:
-    return f"req-{secrets.token_hex(12)}"
-
-
 async def _state(gateway: Gateway, arm: Arm) -> str:
     if time.monotonic() - gateway.token_at_s.get(arm.name, -HEALTH_AGE_S) < HEALTH_AGE_S:
         return "ready"
@@ -362,7 +225,7 @@ async def _state(gateway: Gateway, arm: Arm) -> str:
 async def _answer(gateway: Gateway, request: Request, path: str, parse: Parse) -> Response:
     arrived_ns = time.monotonic_ns()
     stated = request.headers.get("x-request-id", "")
-    request_id = stated if REQUEST_ID.fullmatch(stated) else _new_id()
+    request_id = stated if REQUEST_ID.fullmatch(stated) else new_id()
     key = "-"
     try:
         key = gateway.guard.name(request.headers.get("authorization"))
@@ -378,7 +241,7 @@ async def _answer(gateway: Gateway, request: Request, path: str, parse: Parse) -
         return gateway.refuse(refusal, request_id, path, key)
     answers = Answers(asked, request_id, int(time.time()))
     session = request.headers.get("x-session-id") or asked.session or request_id
-    return _Answer(gateway, answers, session, arrived_ns, path, key)
+    return Answer(gateway, answers, session, arrived_ns, path, key)
 
 
 async def _asked(gateway: Gateway, data: bytes, parse: Parse) -> Asked:
@@ -393,175 +256,3 @@ async def _asked(gateway: Gateway, data: bytes, parse: Parse) -> Asked:
     if len(data) <= READ_AT_ONCE_BYTES:
         return asked()
     return await asyncio.get_running_loop().run_in_executor(gateway.reader, asked)
-
-
-def _begun(gateway: Gateway, answers: Answers, session: str, arrived_ns: int) -> Running:
-    """The request at the arm that is to answer it. Perhaps another arm gets a copy."""
-    asked, ticket = answers.asked, f"{next(gateway.tickets)}"
-    prompt = repr((asked.prompt, asked.options)) if asked.options.temperature == 0 else None
-    choice = gateway.arms.choose(session, ticket, prompt)
-    running = Running(choice.arm, asked, answers, arrived_ns, ticket)
-    if choice.shadow is not None:
-        running.keeps_text = True
-        shadow = Running(choice.shadow, asked, answers, arrived_ns, ticket, is_shadow=True)
-        _cast(gateway, shadow)
-    return running
-
-
-def _cast(gateway: Gateway, shadow: Running) -> None:
-    """Send a copy of the request, whose answer only the roll-out sees."""
-    if len(gateway.shadows) >= SHADOWS:
-        return
-    shadow.keeps_text = True
-
-    async def send() -> None:
-        status, failure = 200, None
-        try:
-            with gateway.refusing_faults(shadow.answers.id, "shadow"):
-                async for _ in shadow.pieces():
-                    pass
-        except ClientError as error:
-            status, failure = refusal_of(error, 1).status, str(error)
-        except Refusal as refusal:
-            status, failure = refusal.status, refusal.code
-        gateway.note(shadow.finished(status, failure), "shadow", "-")
-
-    task = asyncio.get_running_loop().create_task(send())
-    gateway.shadows.add(task)
-    task.add_done_callback(gateway.shadows.discard)
-
-
-class _Answer(Response):
-    """Sends the answer while it comes. It holds the request's place until the end.
-
-    A request without a place goes to no arm: its refusal says nothing about a deployment.
-    """
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        answers: Answers,
-        session: str,
-        arrived_ns: int,
-        path: str,
-        key: str,
-    ) -> None:
-        self._gateway, self._answers, self._session = gateway, answers, session
-        self._arrived_ns, self._path, self._key = arrived_ns, path, key
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, answers = self._gateway, self._answers
-        try:
-            with gateway.guard.place():
-                with gateway.refusing_faults(answers.id, self._path):
-                    running = _begun(gateway, answers, self._session, self._arrived_ns)
-                await self._run(running, scope, receive, send)
-        except Refusal as refusal:
-            refused = gateway.refuse(refusal, answers.id, self._path, self._key)
-            await refused(scope, receive, send)
-
-    async def _run(self, running: Running, scope: Scope, receive: Receive, send: Send) -> None:
-        status: int | None = None
-        failure: str | None = None
-        try:
-            left = asyncio.create_task(_left(receive))
-            task = asyncio.create_task(self._send(running, scope, receive, _Sender(send)))
-            limit_s = self._gateway.config.request_timeout_s
-            if await watched(task, left, limit_s + min(limit_s, READING_S)):
-                status, failure = task.result()
-        except Exception:
-            status, failure = 500, INTERNAL
-            raise
-        finally:
-            self._gateway.note(running.finished(status, failure), self._path, self._key)
-
-    async def _send(
-        self, running: Running, scope: Scope, receive: Receive, send: _Sender
-    ) -> tuple[int | None, str | None]:
-        """Returns the status that was sent, and why it is not 200; None if the client has left."""
-        gateway, id_ = self._gateway, running.answers.id
-        try:
-            with gateway.refusing_faults(id_, self._path):
-                if running.asked.streams:
-                    await self._stream(running, send)
-                else:
-                    content = await running.whole(gateway.spell)
-                    headers = {"X-Request-Id": id_, **_speculation_headers(running)}
-                    await JSONResponse(content, 200, headers)(scope, receive, send)
-            return 200, None
-        except ClientDisconnect:
-            return None, None
-        except ClientError as error:
-            refusal = refusal_of(error, gateway.guard.retry_after_s())
-            failure = str(error)
-        except Refusal as fault:
-            refusal, failure = fault, str(fault.code)
-        if send.has_begun:
-            await send(_part(error_event(refusal)))
-            await send(END)
-        else:
-            await _refused(refusal, id_)(scope, receive, send)
-        return refusal.status, failure
-
-    async def _stream(self, running: Running, send: Send) -> None:
-        events = running.events()
-        try:
-            first = await anext(events)
-            await send(_stream_start(running.answers.id))
-            await send(_part(first))
-            async for event in events:
-                await send(_part(event))
-            await send(END)
-        finally:
-            with suppress(RuntimeError):
-                await events.aclose()  # type: ignore[attr-defined]
-
-
-class _Sender:
-    """Sends, and knows whether the head of the answer is out. Raises ClientDisconnect where the
-    server says so of a client that has left.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send, self.has_begun = send, False
-
-    async def __call__(self, message: Message) -> None:
-        self.has_begun = True
-        try:
-            await self._send(message)
-        except OSError as error:
-            raise ClientDisconnect from error
-
-
-def _stream_start(request_id: str) -> dict[str, Any]:
-    headers = {
-        "content-type": "text/event-stream; charset=utf-8",
-        "cache-control": "no-cache",
-        "x-accel-buffering": "no",  # of nginx: chunks pass at once
-        "x-request-id": request_id,
-    }
-    return {
-        "type": "http.response.start",
-        "status": 200,
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }
-
-
-END: dict[str, Any] = {"type": "http.response.body", "body": b"", "more_body": False}
-
-
-def _part(data: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": data, "more_body": True}
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _speculation_headers(running: Running) -> dict[str, str]:
-    statistics = running.statistics
-    if statistics.drafted is None or statistics.accepted is None:
-        return {}
-    return {"X-Accepted-Draft-Tokens": f"{statistics.accepted}/{statistics.drafted}"}

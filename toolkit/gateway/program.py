@@ -75,6 +75,7 @@ async def _run(
             http=connection,  # type: ignore[arg-type]
             ws="none",
             log_config=None,
+            log_level="error",  # no line per client that speaks no HTTP
             access_log=False,
             server_header=False,
             lifespan="on",
