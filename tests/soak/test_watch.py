@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def test_the_folder_of_a_server_is_left_behind_when_nothing_holds_its_lock(
     assert str(workspace.path) not in leftovers()
     workspace.close()
     assert str(workspace.path) in leftovers()
+
+
+def test_shared_memory_is_left_behind_when_no_process_maps_it() -> None:
+    region = SharedMemory(create=True, size=4096)
+    path = f"/dev/shm/{region.name}"
+    try:
+        assert path not in leftovers()
+        region.close()
+        assert path in leftovers()
+    finally:
+        region.unlink()

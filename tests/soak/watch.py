@@ -18,6 +18,7 @@ __all__ = ["Sample", "Watch", "leftovers", "sample_of", "stub_of", "tree"]
 
 INTERVAL_S = 1.0
 PROC = Path("/proc")
+SHARED = Path("/dev/shm")
 COUNTED = ("Pss_Anon:", "Pss_Shmem:")
 
 
@@ -56,13 +57,23 @@ def stub_of(root: int, model: str) -> int:
 
 
 def leftovers() -> set[str]:
-    """Shared-memory regions, and folders of servers in the temporary folder; without those of
-    servers that run, which may be somebody else's.
+    """Shared-memory regions, and folders of servers in the temporary folder; without what a running
+    process uses, which may be somebody else's.
     """
     folders = list(Path(tempfile.gettempdir()).glob(f"{WORKSPACE_PREFIX}*"))
     running = tuple(folder.name for folder in folders if _is_held(folder / LOCK_FILE))
-    paths = [*Path("/dev/shm").iterdir(), *folders]
-    return {str(path) for path in paths if not path.name.startswith(running)}
+    paths = [*SHARED.iterdir(), *folders]
+    return {str(path) for path in paths if not path.name.startswith(running)} - _mapped()
+
+
+def _mapped() -> set[str]:
+    """The shared-memory regions that some process maps."""
+    regions = set()
+    for maps in PROC.glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            lines = (line.split() for line in maps.read_text().splitlines())
+            regions |= {line[5] for line in lines if line[-1].startswith(f"{SHARED}/")}
+    return regions
 
 
 def _is_held(lock: Path) -> bool:
