@@ -111,6 +111,17 @@ def test_paths_start_at_the_folder_of_the_file(
     assert config.target.quantization.kv_cache_quant_algo == "FP8"
 
 
+def test_a_chat_template_is_needed_where_texts_are_not_and_starts_at_the_files_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    file = with_line(folder, "engine:", "gateway: {chat_template: chat.jinja}\nengine:")
+    with pytest.raises(ConfigError, match=r"no such file: chat.jinja"):
+        load_config(file, texts=False)
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    assert load_config(file).gateway.chat_template == folder / "chat.jinja"
+
+
 def test_every_fault_is_reported_at_once(
     folder: Path, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +367,8 @@ def test_a_folder_has_no_revisions(folder: Path) -> None:
     [
         ("checkpoint: models/draft", "checkpoint: calib.jsonl", "draft.checkpoint"),
         ("prompts: prompts.jsonl", "prompts: models", "validation.prompts"),
+        ("engine:", "gateway: {chat_template: nope.jinja}\nengine:", "gateway.chat_template"),
+        ("engine:", "gateway: {chat_template: models}\nengine:", "gateway.chat_template"),
         ("prompts: prompts.jsonl", "prompts: ''", "validation.prompts"),
         ("dataset: calib.jsonl", "dataset: gone.jsonl", "calibration.dataset"),
         ("dataset: calib.jsonl", 'dataset: "a\\0b"', "calibration.dataset"),

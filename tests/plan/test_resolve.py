@@ -327,7 +327,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-raw-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
         "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
-        "toolkit-open-listener", "toolkit-load-too-short",
+        "toolkit-open-listener", "toolkit-load-too-short", "toolkit-chat-template",
         "toolkit-loads-beyond-batch", "toolkit-ngram-size",
     }  # fmt: skip
     tested_below = {
@@ -350,6 +350,7 @@ def test_every_rule_has_its_code_under_its_id() -> None:
         "toolkit-texts",
         "toolkit-calibration-text",
         "toolkit-raw-text",
+        "toolkit-chat-template",
         "vllm-environment",
     }  # memory.py, make.py, workflows/plan.py
     assert set(CHECKS) | elsewhere == set(RULES)
@@ -670,6 +671,7 @@ def test_what_changes_in_silence_is_said_before(
         ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16}, "ranks-per-node"),
         ("torch", {"triton__host": "0.0.0.0"}, "toolkit-open-listener"),
         ("vllm_cpu", {"triton__host": "gpu7"}, "toolkit-open-listener"),
+        ("torch", {"gateway__host": "0.0.0.0"}, "toolkit-open-listener"),
         ("torch", {"validation__max_prompts": 58}, "toolkit-parity-prompts"),
         ("torch", {"validation__load": {"rate": 3.6}}, "toolkit-load-too-short"),
         ("torch", {"validation__parity": {"max_divergence_rate": 0.04}}, "toolkit-parity-prompts"),

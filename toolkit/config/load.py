@@ -26,11 +26,12 @@ from toolkit.errors import ConfigError, Fault
 __all__ = ["load_config", "load_data", "located", "moved"]
 
 FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"))
-FILES: tuple[KeyPath, ...] = (
+TEXTS: tuple[KeyPath, ...] = (
     ("calibration", "dataset"),
     ("calibration", "heldout"),
     ("validation", "prompts"),
 )
+TEMPLATES: tuple[KeyPath, ...] = (("gateway", "chat_template"),)
 
 INT8_HINT = (
     "INT8 is the name of two algorithms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant)"
@@ -109,7 +110,8 @@ def load_config(
             )
             if fault.path not in faulty_paths:  # otherwise a fault of the text explains it already
                 faults.append(fault)
-    faults.extend(_missing_files(source, FOLDERS + FILES if texts else FOLDERS))
+    paths = FOLDERS + TEMPLATES + (TEXTS if texts else ())
+    faults.extend(_missing_files(source, paths))
     if faults or config is None:
         raise ConfigError(file, sorted(faults, key=_position))
     return _resolved(config, file.absolute().parent)
@@ -301,12 +303,12 @@ def moved(data: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
     relative to `new`. Hub ids stay as they are.
     """
     result = {name: dict(part) if isinstance(part, dict) else part for name, part in data.items()}
-    for section, key in FOLDERS + FILES:
+    for section, key in FOLDERS + TEXTS + TEMPLATES:
         written = (result.get(str(section)) or {}).get(key)
         if not isinstance(written, str) or Path(written).expanduser().is_absolute():
             continue
         path = _resolve(old, Path(written))
-        if (section, key) in FILES or path.exists():
+        if (section, key) not in FOLDERS or path.exists():
             result[str(section)][key] = os.path.relpath(path, new.resolve())
     return result
 
@@ -352,9 +354,8 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
                 path, f"{written} is a file", "Name the folder that holds it."
             )
         elif not is_folder and not resolved.is_file():
-            yield source.place(path).fault(
-                path, f"{written} is not a file", "Name a JSON Lines file."
-            )
+            hint = "Name a JSON Lines file." if path in TEXTS else "Name a Jinja file."
+            yield source.place(path).fault(path, f"{written} is not a file", hint)
         elif is_folder and not (resolved / "config.json").is_file():
             yield source.place(path).fault(
                 path, f"{written} holds no config.json", _checkpoint_hint(resolved)
@@ -408,6 +409,7 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
                 heldout=config.calibration.heldout,
             )
         ),
+        "gateway": at(config.gateway, chat_template=config.gateway.chat_template),
         "validation": at(config.validation, prompts=config.validation.prompts),
     }
     vllm = config.vllm_engine

@@ -410,6 +410,7 @@ RULES: dict[str, tuple[str, Source]] = {
         "the servers that the toolkit starts listen on loopback, unless the YAML names a host",
         OWN,
     ),
+    "toolkit-chat-template": ("the gateway compiles its chat template when it starts", OWN),
     "toolkit-load-too-short": (
         "a percentile is given if at least ten answers lie beyond it, and an interval needs them",
         OWN,

@@ -52,14 +52,14 @@ def _on_draft_failure(subject: Subject) -> Findings:
 
 
 def _host(subject: Subject) -> Findings:
-    host = subject.config.triton.host
-    if not is_loopback(host):
-        yield RuleFinding(
-            "warning",
-            "triton.host",
-            OPEN_LISTENER.format(address=host),
-            "put a proxy or a firewall before it, or remove this line to listen on loopback",
-        )
+    triton, gateway = subject.config.triton.host, subject.config.gateway.host
+    instead = "or remove this line to listen on loopback"
+    if not is_loopback(triton):
+        hint = f"put a proxy or a firewall before it, {instead}"
+        yield RuleFinding("warning", "triton.host", OPEN_LISTENER.format(address=triton), hint)
+    if not is_loopback(gateway):
+        hint = f"put TLS before it and set TOOLKIT_API_KEYS, {instead}"
+        yield RuleFinding("warning", "gateway.host", OPEN_LISTENER.format(address=gateway), hint)
 
 
 def _load(subject: Subject) -> Findings:
