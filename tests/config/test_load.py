@@ -525,6 +525,13 @@ def test_fields_that_disagree_are_a_fault(
             "did you mean 'ttft_p99'? known in",
         ),
         (
+            "load: {rate: 2, min_goodput: 0.9}",
+            "validation.load.min_goodput",
+            "min_goodput is the share of requests that keep the limits of goodput, and there are"
+            " none",
+            "Add some, such as goodput: {ttft: 300, tpot: 30}, or remove this line.",
+        ),
+        (
             "load: {rate: 2, goodput: [ttft]}",
             "validation.load.goodput",
             "a list is not a table",
