@@ -111,6 +111,17 @@ def test_paths_start_at_the_folder_of_the_file(
     assert config.target.quantization.kv_cache_quant_algo == "FP8"
 
 
+def test_a_chat_template_is_needed_where_texts_are_not_and_starts_at_the_files_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    file = with_line(folder, "engine:", "gateway: {chat_template: chat.jinja}\nengine:")
+    with pytest.raises(ConfigError, match=r"no such file: chat.jinja"):
+        load_config(file, texts=False)
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    assert load_config(file).gateway.chat_template == folder / "chat.jinja"
+
+
 def test_every_fault_is_reported_at_once(
     folder: Path, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +367,8 @@ def test_a_folder_has_no_revisions(folder: Path) -> None:
     [
         ("checkpoint: models/draft", "checkpoint: calib.jsonl", "draft.checkpoint"),
         ("prompts: prompts.jsonl", "prompts: models", "validation.prompts"),
+        ("engine:", "gateway: {chat_template: nope.jinja}\nengine:", "gateway.chat_template"),
+        ("engine:", "gateway: {chat_template: models}\nengine:", "gateway.chat_template"),
         ("prompts: prompts.jsonl", "prompts: ''", "validation.prompts"),
         ("dataset: calib.jsonl", "dataset: gone.jsonl", "calibration.dataset"),
         ("dataset: calib.jsonl", 'dataset: "a\\0b"', "calibration.dataset"),
@@ -490,6 +503,101 @@ def test_fields_that_disagree_are_a_fault(
     assert fault.hint
 
 
+@pytest.mark.parametrize(
+    "keys, path, message, hint",
+    [
+        (
+            "load: {rate: 2, goodput: {ttft: 300, tbt: 30}}",
+            "validation.load.goodput.tbt",
+            "unknown key",
+            "known in `validation.load.goodput`: ttft, tpot, itl, icl, e2e",
+        ),
+        (
+            "load: {rate: 2, goodput: {1: 30}}",
+            "validation.load.goodput.1",
+            "unknown key",
+            "known in `validation.load.goodput`: ttft, tpot, itl, icl, e2e",
+        ),
+        (
+            "latency: {max_ratios: {ttft_p95: 1.1}}",
+            "validation.latency.max_ratios.ttft_p95",
+            "unknown key",
+            "did you mean 'ttft_p99'? known in",
+        ),
+        (
+            "load: {rate: 2, min_goodput: 0.9}",
+            "validation.load.min_goodput",
+            "min_goodput is the share of requests that keep the limits of goodput, and there are"
+            " none",
+            "Add some, such as goodput: {ttft: 300, tpot: 30}, or remove this line.",
+        ),
+        (
+            "load: {rate: 2, goodput: [ttft]}",
+            "validation.load.goodput",
+            "a list is not a table",
+            "Write pairs in braces: {ttft: NUMBER}.",
+        ),
+        (
+            "load: {rate: automatic}",
+            "validation.load.rate",
+            "'automatic' is not a number",
+            "Write a number without quotes, for example 1.5. Or write auto.",
+        ),
+        ("load: {rate: -1}", "validation.load.rate", "-1 is out of range", "Or write auto."),
+    ],
+)
+def test_a_wrong_key_or_word_is_told_what_is_known(
+    folder: Path, keys: str, path: str, message: str, hint: str
+) -> None:
+    old = "  prompts: prompts.jsonl"
+    (fault,) = faults_of(with_line(folder, old, f"{old}\n  {keys}"))
+    assert (fault.path, fault.message) == (path, message)
+    assert hint in (fault.hint or "")
+    assert fault.excerpt is not None and fault.column is not None
+    assert fault.excerpt[fault.column - 1 :].startswith(path.rsplit(".", 1)[1]) or (
+        not message.startswith("unknown")
+    )
+
+
+def test_a_schedule_of_loads_has_numbers_as_keys(folder: Path) -> None:
+    for keys, path in (("a: 4", "a"), ("0: 4", "0")):
+        (fault,) = faults_of(with_line(folder, "engine:", SCHEDULE.format("4", f"{{{keys}}}")))
+        assert fault.path == f"speculation.draft_len_schedule.{path}"
+        assert fault.excerpt is not None and fault.column is not None
+        assert fault.excerpt[fault.column - 1] == path
+
+
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Every config model inside an annotation, however deep."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from models_in(inner)
+
+
+def keys_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of the schema that is no section; of `engine` the keys of its first kind."""
+    for name, info in model.model_fields.items():
+        inner = next(models_in(info.annotation), None)
+        if inner is None:
+            yield (*path, name)
+        else:
+            yield from keys_of(inner, (*path, name))
+
+
+@pytest.mark.parametrize("key", [".".join(key) for key in keys_of(DeploymentConfig)])
+def test_a_value_of_a_wrong_type_is_reported_at_its_key_with_a_hint(folder: Path, key: str) -> None:
+    """Nothing of pydantic's own names reaches users: paths are those of the file."""
+    added = ["validation.load.rate=2"] if key.startswith("validation.load.") else []
+    faults = faults_of(folder / "tiny.yaml", *added, f"{key}=[{{}}]")
+    of_key = [fault for fault in faults if fault.path in (key, f"{key}.0")]
+    assert of_key, [fault.path for fault in faults]
+    assert all(fault.hint for fault in of_key)
+    assert not [
+        fault for fault in faults if fault.path.startswith(f"{key}.") and fault not in of_key
+    ]
+
+
 def test_a_rule_is_judged_even_when_other_fields_are_at_fault(folder: Path) -> None:
     file = with_line(folder, "max_seq_len: 640", "max_seq_len: 100, threads: x")
     assert {fault.path for fault in faults_of(file)} >= {"engine.max_seq_len", "engine.threads"}
@@ -523,14 +631,6 @@ def test_every_key_has_a_default_that_the_strict_schema_accepts() -> None:
 def test_every_shipped_config_is_sound(file: Path) -> None:
     config = load_config(file)
     assert config.name == file.stem
-
-
-def models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """Every config model inside an annotation, however deep."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in typing.get_args(annotation):
-        yield from models_in(inner)
 
 
 def test_every_key_is_in_the_documentation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -39,6 +40,47 @@ def test_a_plan_that_cannot_work_says_how_many_reasons_there_are() -> None:
     )
     assert "it cannot work: 2 reasons above" in text
     assert "[layout-of-flow]" in text
+
+
+@pytest.mark.parametrize(
+    "kind, keys, words",
+    [
+        ("torch", {"enabled": False}, "draft_target, 4 tokens a step"),
+        ("torch", {}, "draft_target, 4 tokens a step at most, chosen per request while it runs"),
+        (
+            "pytorch",
+            {"min_acceptance_length": 1.3},
+            "draft_target, 4 tokens a step, until drafting stops for good",
+        ),
+    ],
+)
+def test_lengths_that_adapt_are_no_fixed_ones(kind: str, keys: dict[str, Any], words: str) -> None:
+    config = config_of(kind, speculation__max_draft_len=4, speculation__adaptive=keys)
+    assert make_plan(config).summary["speculation"] == words
+
+
+@pytest.mark.parametrize(
+    "limits, words",
+    [
+        (
+            {"rate": 10},
+            "10 requests/s, poisson, to both arms in turns: 4 min of sending, and up to 9 min",
+        ),
+        (
+            {"rate": 2, "arrivals": "constant"},
+            "2 requests/s, constant, to both arms in turns: 10 min",
+        ),
+        (
+            {"rate": "auto", "goodput": {"ttft": 300}},
+            "the highest rate that keeps goodput, looked for in at most 3 min",
+        ),
+    ],
+)
+def test_an_open_loop_is_announced_with_its_rate_and_length(
+    limits: dict[str, Any], words: str
+) -> None:
+    assert words in make_plan(config_of("torch", validation__load=limits)).summary["open loop"]
+    assert "open loop" not in make_plan(config_of("torch")).summary
 
 
 def test_a_bare_config_json_is_enough(tmp_path: Path) -> None:

@@ -177,6 +177,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("pytorch", {"speculation__adaptive": {}}, "adaptive-speculation", "measures no costs", "min_acceptance_length, such as 1.3"),
     ("pytorch", {**HEAD, "speculation__adaptive": {"min_acceptance_length": 1.3}}, "adaptive-speculation", "would ignore it", "remove"),
     ("vllm", {"speculation__adaptive": {}}, "adaptive-speculation", "no switch by acceptance", "remove"),
+    ("torch", {"speculation__max_draft_len": 3, "speculation__adaptive": {"min_acceptance_length": 4.5}},
+     "toolkit-adaptive", "at most 4 tokens", "lower it"),
+    ("torch", {"speculation__max_draft_len": "auto", "speculation__adaptive": {"min_acceptance_length": 9.5}},
+     "toolkit-adaptive", "at most 9 tokens", "what drafting costs decides"),
+    ("pytorch", {"speculation__max_draft_len": 3, "speculation__adaptive": {"min_acceptance_length": 9}},
+     "toolkit-adaptive", "at most 4 tokens", "predicts the costs"),
     ("pytorch", {"speculation__max_prompt_tokens": 100}, "draft-for-every-prompt", "drafts for every prompt", "remove"),
     ("vllm", {"speculation__max_prompt_tokens": 100}, "draft-for-every-prompt", "no request can be left out", "remove"),
     ("pytorch", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "acceptance-rule",
@@ -311,6 +317,10 @@ def test_adaptive_lengths_and_a_limit_on_prompts_work_where_we_draft(kind: str) 
     keys = {"speculation__adaptive": {}, "speculation__max_prompt_tokens": 100}
     assert refused(kind, keys) == []
     assert refused(kind, {"speculation__adaptive": {"enabled": False}}) == []
+    off = {"enabled": False, "min_acceptance_length": 9}
+    assert refused(kind, {"speculation__max_draft_len": 3, "speculation__adaptive": off}) == []
+    perfect = {"min_acceptance_length": 4}
+    assert refused(kind, {"speculation__max_draft_len": 3, "speculation__adaptive": perfect}) == []
 
 
 @pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8", "vllm", "vllm_cpu"])
@@ -327,7 +337,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-raw-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
         "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
-        "toolkit-open-listener", "toolkit-load-too-short",
+        "toolkit-open-listener", "toolkit-load-too-short", "toolkit-chat-template", "toolkit-needs-streams",
         "toolkit-loads-beyond-batch", "toolkit-ngram-size",
     }  # fmt: skip
     tested_below = {
@@ -350,6 +360,7 @@ def test_every_rule_has_its_code_under_its_id() -> None:
         "toolkit-texts",
         "toolkit-calibration-text",
         "toolkit-raw-text",
+        "toolkit-chat-template",
         "vllm-environment",
     }  # memory.py, make.py, workflows/plan.py
     assert set(CHECKS) | elsewhere == set(RULES)
@@ -632,6 +643,12 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             "window_tokens is for lengths per request, and has no effect here",
         ),
         (
+            "torch",
+            {**PLAIN, "speculation__adaptive": {}},
+            "toolkit-adaptive",
+            "has no effect with kind none",
+        ),
+        (
             "pytorch",
             {**V14, "speculation__draft_len_schedule": {1: 4, 8: 0}},
             "draft-len-schedule",
@@ -670,8 +687,27 @@ def test_what_changes_in_silence_is_said_before(
         ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16}, "ranks-per-node"),
         ("torch", {"triton__host": "0.0.0.0"}, "toolkit-open-listener"),
         ("vllm_cpu", {"triton__host": "gpu7"}, "toolkit-open-listener"),
+        ("torch", {"gateway__host": "0.0.0.0"}, "toolkit-open-listener"),
         ("torch", {"validation__max_prompts": 58}, "toolkit-parity-prompts"),
-        ("torch", {"validation__load": {"rate": 3.6}}, "toolkit-load-too-short"),
+        (
+            "torch",
+            {"validation__load": {"rate": 3.6, "max_ttft_p99_ms": 300.0}},
+            "toolkit-load-too-short",
+        ),
+        *(
+            (
+                "torch",
+                {"triton__decoupled": False, f"validation__{section}": gates},
+                "toolkit-needs-streams",
+            )
+            for section, gates in (
+                ("latency", {"max_itl_p90_ms": 20.0}),
+                ("latency", {"max_tpot_p90_ms": 20.0}),
+                ("latency", {"max_ratios": {"ttft_p90": 1.1}}),
+                ("load", {"rate": 3.71, "max_ttft_p99_ms": 300.0}),
+                ("load", {"rate": 3.71, "goodput": {"icl": 30.0}}),
+            )
+        ),
         ("torch", {"validation__parity": {"max_divergence_rate": 0.04}}, "toolkit-parity-prompts"),
         (
             "torch",
@@ -694,10 +730,17 @@ def test_what_may_work_and_is_not_vouched_for_is_a_warning(
     [
         {"validation__max_prompts": 59},
         {"validation__max_prompts": 4, "draft": None, "speculation__kind": "none"},
-        {"validation__load": {"rate": 3.71}},
-        {"validation__load": {"rate": 3.6, "max_seconds": 618}},
-        {"validation__load": {"rate": 1.9}, "draft": None, "speculation__kind": "none"},
+        {"validation__load": {"rate": 3.71, "max_ttft_p99_ms": 300.0}},
+        {"validation__load": {"rate": 3.6, "max_ttft_p99_ms": 300.0, "max_seconds": 618}},
+        {
+            "validation__load": {"rate": 1.9, "max_ttft_p99_ms": 300.0},
+            "draft": None,
+            "speculation__kind": "none",
+        },
+        {"validation__load": {"rate": 2.0, "goodput": {"ttft": 200}}},
         {"validation__load": {"rate": "auto", "goodput": {"ttft": 200}}},
+        {"triton__decoupled": False, "validation__latency": {"max_e2e_p90_ms": 900.0}},
+        {"validation__latency": {"max_ttft_p90_ms": 90.0}},
     ],
 )
 def test_a_verdict_that_can_be_reached_is_not_warned_about(keys: dict[str, Any]) -> None:
@@ -705,6 +748,7 @@ def test_a_verdict_that_can_be_reached_is_not_warned_about(keys: dict[str, Any])
         "toolkit-parity-prompts",
         "toolkit-draft-is-target",
         "toolkit-load-too-short",
+        "toolkit-needs-streams",
     }
 
 

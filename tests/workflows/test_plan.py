@@ -491,3 +491,20 @@ def test_a_folder_in_place_of_prompts_is_refused(
 def test_vllm_for_gpus_elsewhere_is_not_looked_for_here() -> None:
     config = config_of("vllm", engine__python="/nowhere/bin/python")
     assert not [item for item in planned(config).judgements if item.rule == "vllm-environment"]
+
+
+def test_a_chat_template_with_a_fault_is_refused_before_a_gateway_starts(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = load_config(write_config(tmp_path, tiny_pair))
+    template = tmp_path / "chat.jinja"
+    gateway = config.gateway.model_copy(update={"chat_template": template})
+    config = config.model_copy(update={"gateway": gateway})
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert planned(config).possible
+    template.write_text("{% for message in messages %}")
+    plan = planned(config)
+    [judgement] = [item for item in plan.judgements if item.path == "gateway.chat_template"]
+    assert (judgement.rule, judgement.severity) == ("toolkit-chat-template", "refused")
+    assert "chat.jinja: the chat template fails" in judgement.what and judgement.hint
+    assert not plan.possible

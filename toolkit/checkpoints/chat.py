@@ -28,7 +28,14 @@ from toolkit.checkpoints.shape import read_json
 from toolkit.checkpoints.tokenizer import tokenizer_text
 from toolkit.errors import CheckpointError, RequestError
 
-__all__ = ["BUILD_TIME", "ChatTemplate", "Message", "check_messages", "has_chat_template"]
+__all__ = [
+    "BUILD_TIME",
+    "ChatTemplate",
+    "Message",
+    "check_messages",
+    "check_template",
+    "has_chat_template",
+]
 
 Message = Mapping[str, Any]
 
@@ -140,6 +147,13 @@ def has_chat_template(checkpoint_dir: Path) -> bool:
     CheckpointError for a file that cannot be read.
     """
     return _find(checkpoint_dir) is not None
+
+
+def check_template(file: Path) -> None:
+    """Raise CheckpointError for a template that cannot be read, is too long, or has a fault of
+    syntax.
+    """
+    ChatTemplate(_checked(_read(file), file), file, {}, "")._compiled()
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

@@ -26,11 +26,12 @@ from toolkit.errors import ConfigError, Fault
 __all__ = ["load_config", "load_data", "located", "moved"]
 
 FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"))
-FILES: tuple[KeyPath, ...] = (
+TEXTS: tuple[KeyPath, ...] = (
     ("calibration", "dataset"),
     ("calibration", "heldout"),
     ("validation", "prompts"),
 )
+TEMPLATES: tuple[KeyPath, ...] = (("gateway", "chat_template"),)
 
 INT8_HINT = (
     "INT8 is the name of two algorithms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant)"
@@ -55,8 +56,9 @@ NOUNS = {
     "layout": "a layout",
 }
 KV_HINT = "To keep the cache in the model's dtype, remove this line."
-# keys that take this word as well as a number
-WORD_INSTEAD_OF_NUMBER: dict[KeyPath, str] = {("speculation", "max_draft_len"): "auto"}
+KEY_MARK = "[key]"  # the end of pydantic's path to a key of a table that is wrong itself
+# The end of pydantic's path to a number that could also be a word: the branch of the union.
+NUMBER_BRANCHES = ("int", "float", "constrained-int", "constrained-float")
 # pydantic's error type -> (noun, hint)
 TYPES = {
     "int_type": ("a whole number", "Write digits without quotes, for example 4."),
@@ -108,7 +110,8 @@ def load_config(
             )
             if fault.path not in faulty_paths:  # otherwise a fault of the text explains it already
                 faults.append(fault)
-    faults.extend(_missing_files(source, FOLDERS + FILES if texts else FOLDERS))
+    paths = FOLDERS + TEMPLATES + (TEXTS if texts else ())
+    faults.extend(_missing_files(source, paths))
     if faults or config is None:
         raise ConfigError(file, sorted(faults, key=_position))
     return _resolved(config, file.absolute().parent)
@@ -171,7 +174,10 @@ def _fault(
     source: Source, path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str
 ) -> Fault:
     """One of pydantic's errors as a fault in our words, at its place in the file."""
+    is_of_key = path[-1] == KEY_MARK
     path, variant = _without_tag(path)
+    if is_of_key and kind == "literal_error":
+        return source.place(path, of_key=True).fault(path, *_unknown_name(path))
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path, kind, value = (*path, "kind"), "literal_error", value["kind"]
     if kind == "extra_forbidden":
@@ -181,7 +187,15 @@ def _fault(
         hint = f"Add `{path[-1]}:` to the {parent}."
         return source.place(path[:-1], of_key=True).fault(path, "is missing", hint)
     wrong = _wrong_value(path, kind, context, value, text, variant)
-    return source.place(path).fault(path, *wrong)
+    return source.place(path, of_key=is_of_key).fault(path, *wrong)
+
+
+def _unknown_name(path: KeyPath) -> tuple[str, str]:
+    """The fault of a key in a table whose keys are words of a closed set."""
+    known = [str(word) for word in _key_words(path[:-1])]
+    matches = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
+    meant = f"did you mean {matches[0]!r}? " if matches else ""
+    return "unknown key", f"{meant}known in `{dotted(path[:-1])}`: {', '.join(known)}"
 
 
 def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
@@ -232,10 +246,20 @@ def _wrong_value(
         relation = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[
             next(iter(set(context) & {"gt", "ge", "lt", "le"}))
         ]
-        return f"{shown} is out of range", f"It must be {relation} {bound:g}."
+        hint = f"It must be {relation} {bound:g}."
+        return f"{shown} is out of range", hint + _or_a_word(path, variant)
+    if kind == "dict_type":
+        pair = f"{next(iter(_key_words(path)), 1)}: NUMBER"
+        message = "is empty" if value is None else f"{shown} is not a table"
+        return message, f"Write pairs in braces: {{{pair}}}."
     if kind == "invalid_key":
         return "is not a name", "A key must be a word."
     if kind == "string_pattern_mismatch":
+        if path[-1] == "container_image":
+            return (
+                f"{shown} is not the name of an image",
+                "Write REGISTRY/NAME:TAG, without spaces.",
+            )
         return (
             f"{shown} cannot be the name of a folder",
             "Use letters, digits, '.', '_' and '-', and begin with a letter or digit.",
@@ -247,10 +271,15 @@ def _wrong_value(
         )
     if kind in TYPES:
         noun, hint = TYPES[kind]
-        if path in WORD_INSTEAD_OF_NUMBER:
-            hint += f" Or write {WORD_INSTEAD_OF_NUMBER[path]}."
+        hint += _or_a_word(path, variant)
         return ("is empty" if value is None else f"{shown} is not {noun}"), hint
     return f"{shown}: {text[:1].lower()}{text[1:]}", None
+
+
+def _or_a_word(path: KeyPath, variant: str | None) -> str:
+    """The end of a hint about a number: the words that the key takes as well."""
+    words = _literals(path, variant)
+    return f" Or write {' or '.join(words)}." if words else ""
 
 
 def _choices(path: KeyPath, value: Any, variant: str | None) -> str:
@@ -274,12 +303,12 @@ def moved(data: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
     relative to `new`. Hub ids stay as they are.
     """
     result = {name: dict(part) if isinstance(part, dict) else part for name, part in data.items()}
-    for section, key in FOLDERS + FILES:
+    for section, key in FOLDERS + TEXTS + TEMPLATES:
         written = (result.get(str(section)) or {}).get(key)
         if not isinstance(written, str) or Path(written).expanduser().is_absolute():
             continue
         path = _resolve(old, Path(written))
-        if (section, key) in FILES or path.exists():
+        if (section, key) not in FOLDERS or path.exists():
             result[str(section)][key] = os.path.relpath(path, new.resolve())
     return result
 
@@ -325,9 +354,8 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
                 path, f"{written} is a file", "Name the folder that holds it."
             )
         elif not is_folder and not resolved.is_file():
-            yield source.place(path).fault(
-                path, f"{written} is not a file", "Name a JSON Lines file."
-            )
+            hint = "Name a JSON Lines file." if path in TEXTS else "Name a Jinja file."
+            yield source.place(path).fault(path, f"{written} is not a file", hint)
         elif is_folder and not (resolved / "config.json").is_file():
             yield source.place(path).fault(
                 path, f"{written} holds no config.json", _checkpoint_hint(resolved)
@@ -381,6 +409,7 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
                 heldout=config.calibration.heldout,
             )
         ),
+        "gateway": at(config.gateway, chat_template=config.gateway.chat_template),
         "validation": at(config.validation, prompts=config.validation.prompts),
     }
     vllm = config.vllm_engine
@@ -392,9 +421,9 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
 
 def _without_tag(path: KeyPath) -> tuple[KeyPath, str | None]:
     """Split pydantic's path into the path in the file and the tag. pydantic's path through a union
-    has the tag or the branch in it; the file has not.
+    has the tag or the branch in it, and that to a key has a mark; the file has not.
     """
-    if path[-1] == "constrained-int":
+    if path[-1] == KEY_MARK or path[-1] in NUMBER_BRANCHES:
         path = path[:-1]
     if len(path) > 1 and path[0] == "engine" and path[1] in _variants():
         return (path[0], *path[2:]), str(path[1])
@@ -435,6 +464,17 @@ def _literals(path: KeyPath, variant: str | None) -> tuple[str, ...]:
         for word in typing.get_args(member)
     ]
     return tuple(dict.fromkeys(words))
+
+
+def _key_words(path: KeyPath) -> tuple[Any, ...]:
+    """The words that may be keys of a table; none if its keys are numbers."""
+    return tuple(
+        word
+        for member in _members_at(path)
+        if typing.get_origin(member) is dict
+        for word in typing.get_args(typing.get_args(member)[0])
+        if typing.get_origin(typing.get_args(member)[0]) is Literal
+    )
 
 
 def _takes_only_text(path: KeyPath) -> bool:

@@ -613,6 +613,16 @@ class LoadGates(Section):
             )
         return goodput
 
+    @field_validator("min_goodput")
+    @classmethod
+    def _share_has_limits(cls, min_goodput: float, info: ValidationInfo) -> float:
+        if info.data.get("goodput") == {}:
+            raise ValueError(
+                "min_goodput is the share of requests that keep the limits of goodput, and there"
+                " are none; add some, such as goodput: {ttft: 300, tpot: 30}, or remove this line"
+            )
+        return min_goodput
+
 
 class ValidationConfig(Section):
     """How the served deployment is judged. prompts: raw text or conversations, in the forms of

@@ -410,10 +410,13 @@ RULES: dict[str, tuple[str, Source]] = {
         "the servers that the toolkit starts listen on loopback, unless the YAML names a host",
         OWN,
     ),
+    "toolkit-chat-template": ("the gateway compiles its chat template when it starts", OWN),
     "toolkit-load-too-short": (
         "a percentile is given if at least ten answers lie beyond it, and an interval needs them",
         OWN,
     ),
+    "toolkit-needs-streams": ("gaps between chunks and a first one are of streams", OWN),
+    "toolkit-adaptive": ("a step has at most the drafted tokens and one more", OWN),
     "toolkit-draft-failure": (
         "only in layout bls the draft is a process of its own, which may fail alone",
         OWN,

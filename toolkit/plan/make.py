@@ -13,7 +13,7 @@ from toolkit.checkpoints.heads import HeadShape, captured_layers, parse_head, re
 from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.quantized import Quantization, read_quantization
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
-from toolkit.config.schema import DeploymentConfig, ModelConfig
+from toolkit.config.schema import DeploymentConfig, LoadGates, ModelConfig
 from toolkit.errors import CheckpointError, UsageError
 from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
 from toolkit.facts.heads import head_reader
@@ -26,6 +26,7 @@ from toolkit.plan.predict import predict, stage_times
 from toolkit.plan.resolve import by_severity, resolve
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import Judgement, Plan
+from toolkit.rounding import duration
 from toolkit.words import Role
 
 __all__ = [
@@ -35,6 +36,12 @@ __all__ = [
     "make_plan",
     "subject_of",
 ]
+
+# What `adaptive` becomes, by how drafting follows the text.
+ADAPTING = {
+    "requests": " at most, chosen per request while it runs",
+    "stop": ", until drafting stops for good",
+}
 
 
 def make_plan(config: DeploymentConfig) -> Plan:
@@ -236,6 +243,8 @@ def _summary(subject: Subject) -> dict[str, str]:
     )
     kind, tuned = config.speculation.kind, config.speculation.max_draft_len == "auto"
     length = f"{subject.draft_len} tokens a step" + (" at most, to be measured" if tuned else "")
+    if config.speculation.adapts is not None and config.capabilities.adaptive is not None:
+        length += ADAPTING[config.capabilities.adaptive]
     summary["speculation"] = f"{kind}, {length}" if subject.speculates else "none"
     summary["hardware"] = (
         f"{subject.gpu_count} x {subject.gpu.name}"
@@ -245,4 +254,30 @@ def _summary(subject: Subject) -> dict[str, str]:
     if subject.gpu is None and subject.trtllm is not None:
         summary["hardware"] = "not known"
     summary["layout"] = config.capabilities.layout
+    if config.validation.load is not None:
+        summary["open loop"] = _open_loop(config, config.validation.load)
     return summary
+
+
+def _open_loop(config: DeploymentConfig, limits: LoadGates) -> str:
+    """At which rate requests will be sent, and for how long."""
+    from toolkit.bench.load import load_schedule
+
+    arms, sent_to = 1, "to one arm"
+    if config.speculation.is_enabled:
+        arms, sent_to = 2, "to both arms in turns"
+        if config.capabilities.plain_arm != "request":
+            sent_to += " (to one if their servers do not fit together)"
+    if limits.rate == "auto":
+        return (
+            "the highest rate that keeps goodput, looked for in at most"
+            f" {duration(limits.search_seconds)}; at it {sent_to}, at most"
+            f" {duration(limits.max_seconds)}"
+        )
+    schedule = load_schedule(limits.rate, arms, limits)
+    round_s = arms * schedule.requests / limits.rate
+    least, most = duration(schedule.rounds * round_s), duration(schedule.max_rounds * round_s)
+    length = f"{least} of sending"
+    if most != least:
+        length += f", and up to {most} while a gate is undecided"
+    return f"{limits.rate:g} requests/s, {limits.arrivals}, {sent_to}: {length}"

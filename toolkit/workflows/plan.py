@@ -57,6 +57,7 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
         *_judge_texts(config),
         *_judge_calibration_text(config, text),
         *_judge_raw_texts(config),
+        *_judge_template(config),
         *_judge_environment(config),
     )
     possible = not any(judgement.severity == "refused" for judgement in judgements)
@@ -201,6 +202,21 @@ def _judge_raw_texts(config: DeploymentConfig) -> Iterator[Judgement]:
 
     for key, what in raw_texts(config):
         yield Judgement("toolkit-raw-text", "warning", key, what, RAW_TEXT_HINT)
+
+
+def _judge_template(config: DeploymentConfig) -> Iterator[Judgement]:
+    """Refuse a chat template of the gateway that cannot be used, since it would not start."""
+    from toolkit.checkpoints.chat import check_template
+
+    file = config.gateway.chat_template
+    if file is None:
+        return
+    try:
+        check_template(file)
+    except CheckpointError as error:
+        what = f"{file.name}: {error.what}"
+        hint = "correct this file, or remove the line for the template of the target's checkpoint"
+        yield Judgement("toolkit-chat-template", "refused", "gateway.chat_template", what, hint)
 
 
 def _calibration_text(config: DeploymentConfig) -> TextCount | None:

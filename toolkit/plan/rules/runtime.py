@@ -200,6 +200,28 @@ def _adaptive(subject: Subject) -> Findings:
                 yield RuleFinding("adjusted", f"{path}.{key}", what)
 
 
+def _adaptive_without_drafts(subject: Subject) -> Findings:
+    """Drafting that never begins."""
+    speculation, path = subject.config.speculation, "speculation.adaptive"
+    stated = speculation.adaptive
+    if stated is None or not stated.enabled:
+        return
+    if not speculation.is_enabled:
+        what = "adaptive chooses draft lengths, and has no effect with kind none"
+        yield RuleFinding("adjusted", path, what)
+        return
+    least, most = stated.min_acceptance_length, speculation.longest_draft + 1
+    if least is not None and least > most:
+        what = (
+            f"with max_draft_len {speculation.max_draft_len} a step has at most {most} tokens, so"
+            f" below {least:g} of them nothing would ever be drafted"
+        )
+        hint = "lower it; or remove it, and what drafting costs decides"
+        if subject.config.capabilities.adaptive == "stop":
+            hint = "lower it; `toolkit plan` predicts the costs"
+        yield refuse(f"{path}.min_acceptance_length", what, hint)
+
+
 def _why_not_adaptive(subject: Subject) -> str:
     version, head = subject.version, subject.config.speculation.head
     if version is None:
@@ -481,6 +503,7 @@ CHECKS: dict[str, Check] = {
     "draft-len-schedule": _draft_len_schedule,
     "toolkit-engine-flow-load": _max_concurrency,
     "adaptive-speculation": _adaptive,
+    "toolkit-adaptive": _adaptive_without_drafts,
     "draft-for-every-prompt": _max_prompt_tokens,
     "toolkit-loads-beyond-batch": _loads_beyond_batch,
     "toolkit-ngram-size": _ngram_size,

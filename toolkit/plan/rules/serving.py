@@ -1,5 +1,5 @@
 """Rules about the `triton` section: a key that the packaged repository cannot carry is refused.
-And about `validation.load`, which measures what is served: whether its time is enough.
+And about what is measured of it: whether there are streams, and time enough for `validation.load`.
 
 Those of the kind vllm are in `vllm.py`.
 """
@@ -7,6 +7,7 @@ Those of the kind vllm are in `vllm.py`.
 from __future__ import annotations
 
 from toolkit.config.hosts import OPEN_LISTENER, is_loopback
+from toolkit.config.schema import LatencyGates, LoadGates
 from toolkit.plan.rules.findings import Check, Findings, RuleFinding, refuse
 from toolkit.plan.subject import Subject
 
@@ -18,6 +19,14 @@ WITHOUT_EFFECT = {
     "default_max_tokens": "a request without max_tokens gets the default of SamplingParams",
     "request_timeout_s": "the container's model.py ends no request by time",
     "stream_interval_ms": "the container's model.py sends one chunk per step",
+}
+WITHOUT_GAPS = "an answer has no gaps between chunks, so this is not measured"
+# What becomes of a latency if an answer comes in one piece.
+OF_WHOLE_ANSWERS = {
+    "ttft": "the first token comes with the last, so this is the time of the whole answer",
+    "tpot": "all tokens come at once, so this is 0",
+    "itl": WITHOUT_GAPS,
+    "icl": WITHOUT_GAPS,
 }
 
 
@@ -52,19 +61,19 @@ def _on_draft_failure(subject: Subject) -> Findings:
 
 
 def _host(subject: Subject) -> Findings:
-    host = subject.config.triton.host
-    if not is_loopback(host):
-        yield RuleFinding(
-            "warning",
-            "triton.host",
-            OPEN_LISTENER.format(address=host),
-            "put a proxy or a firewall before it, or remove this line to listen on loopback",
-        )
+    triton, gateway = subject.config.triton.host, subject.config.gateway.host
+    instead = "or remove this line to listen on loopback"
+    if not is_loopback(triton):
+        hint = f"put a proxy or a firewall before it, {instead}"
+        yield RuleFinding("warning", "triton.host", OPEN_LISTENER.format(address=triton), hint)
+    if not is_loopback(gateway):
+        hint = f"put TLS before it and set TOOLKIT_API_KEYS, {instead}"
+        yield RuleFinding("warning", "gateway.host", OPEN_LISTENER.format(address=gateway), hint)
 
 
 def _load(subject: Subject) -> Findings:
     limits = subject.config.validation.load
-    if limits is None or limits.rate == "auto":
+    if limits is None or limits.rate == "auto" or not _stated(limits, "p99"):
         return
     from toolkit.bench.load import load_schedule, needed_requests, needed_seconds
 
@@ -81,9 +90,35 @@ def _load(subject: Subject) -> Findings:
         )
 
 
+def _streams(subject: Subject) -> Findings:
+    """Limits of what only a stream has."""
+    config = subject.config
+    if config.triton.decoupled or subject.vllm is not None:
+        return
+    latency, load = config.validation.latency, config.validation.load
+    keys = [f"latency.{key}" for key in _stated(latency, "p90")]
+    keys += [f"latency.max_ratios.{name}" for name in latency.max_ratios]
+    if load is not None:
+        keys += [f"load.{key}" for key in _stated(load, "p99")]
+        keys += [f"load.goodput.{name}" for name in load.goodput]
+    for key in keys:
+        name = key.rpartition(".")[2].removeprefix("max_").partition("_")[0]
+        if name in OF_WHOLE_ANSWERS:
+            what = f"with triton.decoupled: false there are no streams: {OF_WHOLE_ANSWERS[name]}"
+            hint = "set triton.decoupled: true, or remove this limit"
+            yield RuleFinding("warning", f"validation.{key}", what, hint)
+
+
+def _stated(gates: LatencyGates | LoadGates, percentile: str) -> list[str]:
+    """The keys of limits of latencies at this percentile that are gates."""
+    keys = [f"max_{name}_{percentile}_ms" for name in ("ttft", "tpot", "itl", "e2e")]
+    return [key for key in keys if getattr(gates, key) is not None]
+
+
 CHECKS: dict[str, Check] = {
     "toolkit-open-listener": _host,
     "toolkit-load-too-short": _load,
+    "toolkit-needs-streams": _streams,
     "toolkit-model-py": _model_py,
     "toolkit-draft-failure": _on_draft_failure,
 }
