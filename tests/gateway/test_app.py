@@ -294,6 +294,18 @@ def test_a_key_is_needed_where_keys_are_set() -> None:
         assert len(served.backend.seen) <= 2
 
 
+def test_both_pages_can_send_a_key() -> None:
+    """No browser runs here: every request of a page's own has to carry the headers."""
+    with gateway(keys=(KEY,)) as served:
+        assert get(f"{served.url}/rollout.json")[0] == 401
+        for path, requests in (("/", 2), ("/rollout", 1)):
+            status, text = get(f"{served.url}{path}")
+            assert status == 200
+            assert '<input id="key" type="password"' in text
+            assert 'Authorization: "Bearer " + at("key").value' in text
+            assert text.count("fetch(") == text.count("headers: headers()") == requests
+
+
 def test_keys_share_no_kv_cache() -> None:
     """The server is told whose request it is, by a name that no client can choose."""
     other = f"{KEY}-of-another"

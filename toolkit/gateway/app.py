@@ -134,7 +134,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
     allowed = (getattr(error, "headers", None) or {}).get("Allow")
     shown = f"{request.method} {request.url.path[:MAX_SHOWN]}"
     if allowed is None:
-        known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /rollout, /"
+        known = (
+            "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /rollout,"
+            " /rollout.json, /"
+        )
         return refused(
             Refusal(f"{shown} is not served here; there are {known}", status=404, code="not_found")
         )
