@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -167,6 +168,99 @@ def test_a_session_stays_with_its_arm_and_only_moves_forward(tmp_path: Path) -> 
         assert rollout.state.step > 0
         after = {name: rollout.choose(name, name, None).arm.name for name in names}
         assert not [n for n in names if before[n] == CANDIDATE and after[n] == BASELINE]
+
+
+def seen_without(rollout: Rollout, count: int, is_told: Callable[[str, int], bool]) -> int:
+    """Sessions whose acceptance is told only of some, until the roll-out has ended: how many."""
+    generator = random.Random(4)
+    for number in range(count):
+        if rollout.state.outcome != "running":
+            return number
+        choice = rollout.choose(f"s{number}", str(number), None)
+        answer = answered(choice.arm.name, str(number), generator)
+        if not is_told(choice.arm.name, number):
+            answer = dataclasses.replace(answer, statistics=Statistics(output_tokens=30))
+        rollout.finished(answer)
+    return count
+
+
+def test_no_step_is_taken_before_all_tests_have_judged(tmp_path: Path) -> None:
+    """After a few sessions there is nothing to rank by, and no text has been compared."""
+    few = 5
+    with rolled(tmp_path / "journal.jsonl", steps=(50, 100), min_requests=few) as rollout:
+        drive(rollout, 15)
+        state = rollout.state
+        assert state.in_step >= few
+        assert state.outcome == "running"
+        assert set(state.missing().values()) == {"awaited"}
+        assert {"ttft", "time per token", "acceptance"} <= set(state.missing())
+        drive(rollout, 2000, first=15)
+        assert state.outcome == "promoted"
+        last = state.decisions[-1]
+        assert "not judged" not in last["why"]
+        assert all(finding["requests"] >= few for finding in last["evidence"])
+
+
+@pytest.mark.parametrize("silent", [BASELINE, CANDIDATE])
+def test_a_test_without_figures_of_an_arm_is_named_and_not_awaited(
+    tmp_path: Path, silent: str
+) -> None:
+    """As of a plain baseline, which has no acceptance rate."""
+    settings = {"steps": (50, 100), "min_requests": 30, "shadow": 0}
+    with rolled(tmp_path / "journal.jsonl", **settings) as rollout:
+        assert seen_without(rollout, 1000, lambda arm, number: arm != silent) < 150
+        assert rollout.state.outcome == "promoted"
+        assert rollout.state.why.endswith("; not judged: acceptance")
+
+
+def test_a_test_with_few_figures_is_awaited_twenty_times_as_long(tmp_path: Path) -> None:
+    settings = {"steps": (50, 100), "min_requests": 10, "shadow": 0}
+    with rolled(tmp_path / "journal.jsonl", **settings) as rollout:
+        assert seen_without(rollout, 100, lambda arm, number: number % 30 == 0) == 100
+        assert rollout.state.missing() == {"acceptance": "awaited"}
+    other = tmp_path / "other" / "journal.jsonl"
+    with rolled(other, **settings) as rollout:
+        seen_without(rollout, 1000, lambda arm, number: number % 30 == 0)
+        assert rollout.state.outcome == "promoted"
+        assert rollout.state.decisions[-1]["why"].startswith("200 sessions")
+        assert rollout.state.why.endswith("; not judged: acceptance")
+
+
+def test_copies_of_no_greedy_request_are_not_awaited(tmp_path: Path) -> None:
+    settings = {"steps": (50, 100), "min_requests": 10, "shadow": 50}
+    with rolled(tmp_path / "journal.jsonl", **settings) as rollout:
+        assert seen_without(rollout, 1000, lambda arm, number: True) < 200
+        assert rollout.state.outcome == "promoted"
+        assert set(rollout.state.why.split("not judged: ")[1].split(", ")) == {"copies", "texts"}
+
+
+def test_a_failed_copy_is_an_error_and_no_text(tmp_path: Path) -> None:
+    with rolled(tmp_path / "journal.jsonl", steps=(0, 100), shadow=100) as rollout:
+        generator = random.Random(6)
+        for number in range(30):
+            choice = rollout.choose(f"s{number}", str(number), f"p{number}")
+            if choice.shadow is None:
+                break
+            rollout.finished(answered(BASELINE, str(number), generator, text="text"))
+            copy = answered(CANDIDATE, str(number), generator, error=True, is_shadow=True)
+            rollout.finished(copy)
+        state = rollout.state
+        assert state.why == "the candidate is worse: copies"
+        texts = rollout.summary()["texts"]
+        assert texts == {"compared": 0, "differing": 0, "failed_copies": number}
+        assert number <= 15
+
+
+def test_a_copy_that_both_arms_fail_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    with rolled(file, steps=(0, 100), shadow=100) as rollout:
+        for number in range(30):
+            rollout.choose(f"s{number}", str(number), f"p{number}")
+            for arm in (BASELINE, CANDIDATE):
+                answer = answered(arm, str(number), random.Random(1), error=True)
+                rollout.finished(dataclasses.replace(answer, is_shadow=arm == CANDIDATE))
+        assert rollout.state.outcome == "running"
+    assert {entry["kind"] for entry in read_journal(file)} == {"begin", "session"}
 
 
 def test_a_session_counts_once(tmp_path: Path) -> None:

@@ -149,6 +149,11 @@ def _print(summary: dict[str, Any]) -> None:
             f"next step after {summary['in_step']} of {summary['needed_in_step']} answered requests"
             f" of the candidate; steps: {', '.join(f'{step} %' for step in steps)}"
         )
+    if summary["missing"]:
+        shown = ", ".join(f"{test} ({why})" for test, why in summary["missing"].items())
+        out.print(
+            f"not judged {summary['needed_in_step']} of the candidate's requests yet: {shown}"
+        )
     figures = Table("", "baseline", "candidate", box=None, pad_edge=False)
     arms = summary["arms"]
     for name, key, digits in (
@@ -166,8 +171,11 @@ def _print(summary: dict[str, Any]) -> None:
         column.justify = "right"
     out.print(figures)
     texts = summary["texts"]
-    out.print(f"{texts['differing']} of {texts['compared']} texts of both arms differ")
-    tests = Table("test", "evidence", "limit", "requests", box=None, pad_edge=False)
+    out.print(
+        f"{texts['differing']} of {texts['compared']} texts of both arms differ;"
+        f" {texts['failed_copies']} copies failed at the candidate alone"
+    )
+    tests = Table("test", "evidence", "limit", "judged", box=None, pad_edge=False)
     for finding in summary["evidence"]:
         wealth, limit = finding["wealth"], finding["limit"]
         tests.add_row(finding["test"], f"{wealth:.3g}", f"{limit:g}", str(finding["requests"]))
@@ -175,6 +183,7 @@ def _print(summary: dict[str, Any]) -> None:
         column.justify = "right"
     out.print(tests)
     out.print(
+        f"judged: requests of the candidate that the test has judged\n"
         f"evidence at its limit rolls back; an equal candidate is rolled back with probability"
         f" {summary['false_alarm']:g} at most"
     )
