@@ -469,16 +469,32 @@ def test_metrics_count_what_was_served() -> None:
     with gateway() as served:
         post(served.url, "/v1/completions", BODY)
         post(served.url, "/v1/completions", {**BODY, "n": 3})
-        until(lambda: len(served.lines) == 2)
+        get_events(served.url)
+        until(lambda: len(served.lines) == 3)
         status, text = get(f"{served.url}/metrics")
     lines = text.splitlines()
     served_ok = 'toolkit_gateway_requests_total{arm="served",path="/v1/completions",status="200"}'
     assert status == 200
-    assert f"{served_ok} 1.0" in lines
-    assert 'toolkit_gateway_accepted_draft_tokens_total{arm="served"} 3.0' in lines
+    assert f"{served_ok} 2.0" in lines
+    assert 'toolkit_gateway_accepted_draft_tokens_total{arm="served"} 6.0' in lines
     assert 'toolkit_gateway_ttft_seconds_count{arm="served"} 1.0' in lines
-    assert 'toolkit_gateway_icl_seconds_count{arm="served"} 2.0' in lines
+    assert 'toolkit_gateway_icl_seconds_count{arm="served"} 4.0' in lines
     assert "_created" not in text
+
+
+def test_only_streams_have_a_ttft() -> None:
+    with gateway() as served:
+        post(served.url, "/v1/completions", BODY)
+        until(lambda: len(served.lines) == 1)
+        assert "toolkit_gateway_ttft_seconds_count" not in get(f"{served.url}/metrics")[1]
+        get_events(served.url)
+        until(lambda: len(served.lines) == 2)
+        text = get(f"{served.url}/metrics")[1]
+        whole, stream = (json.loads(line) for line in served.lines)
+    assert 'toolkit_gateway_ttft_seconds_count{arm="served"} 1.0' in text.splitlines()
+    assert 'toolkit_gateway_e2e_latency_seconds_count{arm="served"} 2.0' in text.splitlines()
+    assert whole["ttft_ms"] is None
+    assert stream["ttft_ms"] > 0
 
 
 def test_other_paths_say_which_there_are() -> None:

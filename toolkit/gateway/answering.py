@@ -142,7 +142,7 @@ class Running:
             self.answers.id,
             self.arm.name,
             status,
-            None if self.first_ns is None else self.first_ns - self.arrived_ns,
+            self.first_ns - self.arrived_ns if self.first_ns and self.asked.streams else None,
             time.monotonic_ns() - self.arrived_ns,
             tuple(self.gaps_ns),
             self.statistics,

@@ -41,8 +41,8 @@ class Choice:
 class Finished:
     """An answered request, as seen from the gateway. Times in ns from its arrival.
 
-    ticket: as `Arms.choose` was given it. status: of HTTP; None: the client left. text: None where
-    nobody compares it. gaps_ns: between chunks.
+    ticket: as `Arms.choose` was given it. status: of HTTP; None: the client left. ttft_ns: None of
+    an answer that does not stream. text: None where nobody compares it. gaps_ns: between chunks.
     """
 
     ticket: str

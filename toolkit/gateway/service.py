@@ -112,6 +112,7 @@ class Gateway:
         metrics.requests.labels("shadow" if request.is_shadow else path, arm, status).inc()
         if request.ttft_ns is not None:
             metrics.ttft.labels(arm).observe(request.ttft_ns / 1e9)
+        if request.status == 200:
             self.token_at_s[arm] = time.monotonic()
         if request.status == 200:
             metrics.e2e.labels(arm).observe(request.e2e_ns / 1e9)
