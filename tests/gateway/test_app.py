@@ -446,6 +446,20 @@ def test_health_is_a_token() -> None:
         assert "went away" in served.lines[0]
 
 
+def test_a_failed_request_ends_what_was_known_of_the_health() -> None:
+    backend = ScriptedBackend()
+    with gateway(backend) as served:
+        assert post(served.url, "/v1/completions", BODY)[0] == 200
+        backend.failure = Overloaded("queue is full")
+        assert post(served.url, "/v1/completions", BODY)[0] == 503
+        assert get(f"{served.url}/health")[0] == 200
+        backend.failure = ServerUnavailable("connection refused")
+        assert post(served.url, "/v1/completions", BODY)[0] == 503
+        assert get(f"{served.url}/health")[0] == 503
+        backend.failure = None
+        assert get(f"{served.url}/health")[0] == 200
+
+
 def test_all_who_ask_for_the_health_share_one_probe() -> None:
     backend = ScriptedBackend(delay_s=0.3)
     with gateway(backend) as served:

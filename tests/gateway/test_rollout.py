@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -600,6 +601,26 @@ def test_the_gateway_rolls_back_a_candidate_that_fails(tmp_path: Path) -> None:
         with_page = _get_json(f"{served.url}/rollout.json")
         assert with_page["outcome"] == "rolled back"
         assert with_page["evidence"][0]["test"] == "errors"
+
+
+def test_the_health_shows_all_arms_that_may_answer(tmp_path: Path) -> None:
+    gone = ScriptedBackend(failure=ServerUnavailable("went away"))
+    with (
+        rolled(tmp_path / "journal.jsonl", candidate=gone, steps=(0, 50, 100)) as rollout,
+        gateway(arms=rollout) as served,
+    ):
+        assert _get_json(f"{served.url}/health")["arms"] == {"baseline": "ready"}
+        rollout.state.add({**DECISION, "step": 1})
+        health = _get_json(f"{served.url}/health")  # with status 200: the baseline answers
+        assert health["arms"] == {"baseline": "ready", "candidate": "unavailable"}
+        rollout.state.add({**DECISION, "outcome": "promoted", "step": 2})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            _get_json(f"{served.url}/health")
+        with caught.value as error:
+            assert (error.code, json.loads(error.read())["arms"]) == (
+                503,
+                {"candidate": "unavailable"},
+            )
 
 
 def test_what_the_gateway_itself_refuses_is_no_evidence_and_is_not_copied(tmp_path: Path) -> None:

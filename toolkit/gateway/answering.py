@@ -57,6 +57,7 @@ class Running:
     gaps_ns: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    is_unavailable: bool = False
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The arm's pieces, with their times taken. Raises ClientError."""
@@ -72,9 +73,13 @@ class Running:
             tells_accepted=asked.tells_speculation,
         )
         async with aclosing(stream):  # type: ignore[type-var]
-            async for piece in stream:
-                self._note(piece)
-                yield piece
+            try:
+                async for piece in stream:
+                    self._note(piece)
+                    yield piece
+            except ServerUnavailable:
+                self.is_unavailable = True
+                raise
 
     def _note(self, piece: Piece) -> None:
         chunk = piece.chunk
@@ -149,6 +154,7 @@ class Running:
             "".join(self.texts) if self.keeps_text else None,
             self.is_shadow,
             error,
+            self.is_unavailable,
         )
 
 

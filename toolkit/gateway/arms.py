@@ -56,6 +56,7 @@ class Finished:
     text: str | None = None
     is_shadow: bool = False
     error: str | None = None
+    is_unavailable: bool = False  # the server cannot be reached, or has failed
 
     @property
     def is_error(self) -> bool:
@@ -70,6 +71,11 @@ class Arms(Protocol):
 
     @property
     def all(self) -> tuple[Arm, ...]: ...
+
+    @property
+    def open(self) -> tuple[Arm, ...]:
+        """The arms that may answer a client now."""
+        ...
 
     @property
     def needed(self) -> tuple[Arm, ...]:
@@ -99,6 +105,10 @@ class OneArm:
 
     @property
     def all(self) -> tuple[Arm, ...]:
+        return (self.arm,)
+
+    @property
+    def open(self) -> tuple[Arm, ...]:
         return (self.arm,)
 
     @property

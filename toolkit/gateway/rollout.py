@@ -302,6 +302,13 @@ class Rollout:
         return self._baseline, self._candidate
 
     @property
+    def open(self) -> tuple[Arm, ...]:
+        """The arms that may answer a client now."""
+        share = 0.0 if self.paused else self._state.share
+        shares = ((self._baseline, 1 - share), (self._candidate, share))
+        return tuple(arm for arm, of_arm in shares if of_arm > 0)
+
+    @property
     def needed(self) -> tuple[Arm, ...]:
         """The arms without which clients are not served."""
         return (self._candidate if self._state.outcome == "promoted" else self._baseline,)
