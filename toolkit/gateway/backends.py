@@ -42,6 +42,7 @@ RECONNECT_MS = 1000
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 HTTP_OK = 200
 OVERLOADED_STATUS = (429, 503)
+CONNECTION_WORDS = ("onnect", "ocket", "GOAWAY")  # in what gRPC itself says of UNAVAILABLE
 # Asks Triton to end a stream with the code of an error; else it sends the error's text alone. Seen
 # with 24.10.
 STATUS_CODES = (("triton_grpc_error", "true"),)
@@ -141,9 +142,10 @@ class TritonBackend:
             requests(), timeout=self._timeout_s, metadata=STATUS_CODES
         )
         reader = AnswerReader(interface, self.url, streaming=streams)
-        accepted = 0
+        accepted, has_begun = 0, False
         try:
             async for response in call:
+                has_begun = True
                 chunk = reader.read(response)
                 if chunk is None:
                     continue
@@ -153,7 +155,7 @@ class TritonBackend:
                     new_accepted, accepted = counted[0] - accepted, counted[0]
                 yield Piece(chunk, new_accepted)
         except self._errors as error:
-            raise self._failure(error) from error
+            raise self._failure(error, has_begun) from error
         except (KeyError, TypeError, ValueError, struct.error) as error:
             raise ServerUnavailable(
                 f"{self.url}: the answer is not one of a model of text ({error!r})"
@@ -165,12 +167,16 @@ class TritonBackend:
             call.cancel()  # does nothing if the call is over
         reader.check_complete()
 
-    def _failure(self, error: Any) -> ClientError:
-        """Whose fault a failed call was. Only some codes say that it was the request's."""
+    def _failure(self, error: Any, has_begun: bool) -> ClientError:
+        """Whose fault a failed call was. Only some codes say that it was the request's. Triton's
+        own UNAVAILABLE is a full queue, in which no request has begun; gRPC's is a connection that
+        is refused, reset or closed.
+        """
         code, details = error.code(), str(error.details())
         if code in self._refusals:
             return refused(details, self.url)
-        if code == self._unavailable and "onnect" not in details:
+        is_of_triton = not any(word in details for word in CONNECTION_WORDS)
+        if code == self._unavailable and is_of_triton and not has_begun:
             return Overloaded(details)
         failure = translated(error, self.url, self._timeout_s)
         if isinstance(failure, ServerUnavailable):
