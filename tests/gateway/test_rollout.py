@@ -382,6 +382,7 @@ def test_the_journal_of_another_roll_out_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another roll-out") as caught, rolled(file, shadow=50):
         pass
     assert "--fresh" in str(caught.value)
+    assert "rollout.shadow: 10, now 50)" in str(caught.value)
     set_aside(file)
     with rolled(file, shadow=50):
         pass

@@ -118,6 +118,32 @@ def test_what_the_server_refuses_is_a_400(server: TritonServer) -> None:
             assert "max_seq_len" in answer["error"]["message"]
 
 
+def test_a_refusal_names_the_client_s_key(server: TritonServer) -> None:
+    with gateway(lambda: TritonBackend(server.grpc_url)) as url:
+
+        def error(path: str = "/v1/completions", **keys: Any) -> Any:
+            status, _, answer = post(url, path, keys)
+            assert status == 400
+            return answer["error"]
+
+        assert error(**body(num_draft_tokens=99))["param"] == "num_draft_tokens"
+        long = "word " * 5000
+        assert error(**body(prompt=long))["param"] == "prompt"
+        messages = [{"role": "user", "content": long}]
+        chat = {"model": MODEL, "messages": messages}
+        assert error("/v1/chat/completions", **chat)["param"] == "messages"
+
+
+def test_log_probabilities_of_a_layout_without_them_are_refused_by_name(
+    tiny_server: TritonServer,
+) -> None:
+    with gateway(lambda: TritonBackend(tiny_server.grpc_url)) as url:
+        status, _, answer = post(url, "/v1/completions", body(logprobs=1))
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    assert "triton.layout bls" in answer["error"]["message"]
+    assert "log_probs" not in answer["error"]["message"]
+
+
 def test_log_probabilities_of_the_layout_that_has_them(tiny_bls_server: TritonServer) -> None:
     with gateway(lambda: TritonBackend(tiny_bls_server.grpc_url)) as url:
         status, _, answer = post(url, "/v1/completions", body(logprobs=1, num_draft_tokens=0))

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit.client import (
     MODELS,
     STREAM_END_S,
+    TENSORS,
     AnswerReader,
     Chunk,
     ClientError,
     ModelInterface,
     Options,
+    RequestRefused,
     ServerUnavailable,
     refused,
     translated,
@@ -35,7 +37,7 @@ from toolkit.openai_client import Answer, OpenAiClient, error_of
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Backend", "Overloaded", "Piece", "TritonBackend", "VllmBackend"]
+__all__ = ["Backend", "OptionRefused", "Overloaded", "Piece", "TritonBackend", "VllmBackend"]
 
 CONNECT_S = 10.0
 RECONNECT_MS = 1000
@@ -46,6 +48,14 @@ CONNECTION_WORDS = ("onnect", "ocket", "GOAWAY")  # in what gRPC itself says of 
 # Asks Triton to end a stream with the code of an error; else it sends the error's text alone. Seen
 # with 24.10.
 STATUS_CODES = (("triton_grpc_error", "true"),)
+
+
+class OptionRefused(RequestRefused):
+    """The served model has no such option. option: a field of `Options`."""
+
+    def __init__(self, option: str) -> None:
+        super().__init__(f"the served model does not take {option}")
+        self.option = option
 
 
 class Overloaded(ClientError):
@@ -127,13 +137,18 @@ class TritonBackend:
             interface = interface.without("return_speculation_stats")
         if "cache_salt" not in interface.inputs:
             options = dataclasses.replace(options, cache_salt=None)
-        request = interface.request(
-            self._model or MODELS[-1],
-            prompt,
-            options,
-            request_id,
-            streaming=streams and interface.streams,
-        )
+        try:
+            request = interface.request(
+                self._model or MODELS[-1],
+                prompt,
+                options,
+                request_id,
+                streaming=streams and interface.streams,
+            )
+        except RequestRefused as error:
+            if (option := _untaken(interface, options)) is not None:
+                raise OptionRefused(option) from error
+            raise
 
         async def requests() -> AsyncIterator[Any]:
             yield request
@@ -182,6 +197,17 @@ class TritonBackend:
         if isinstance(failure, ServerUnavailable):
             return failure
         return ServerUnavailable(f"{self.url}: the server failed ({details})")
+
+
+def _untaken(interface: ModelInterface, options: Options) -> str | None:
+    """The first option that the model has no input for."""
+    for option in TENSORS:
+        try:
+            value = {option: getattr(options, option)}
+            interface.values("", Options(**value), streaming=False)
+        except RequestRefused:
+            return option
+    return None
 
 
 class VllmBackend:

@@ -287,9 +287,9 @@ class Rollout:
                 self._journal.add({**begin, "time": now()}, lasting=True)
                 return
             older, self._state = found
-            if {**older, "time": 0} != {**begin, "time": 0}:
+            if changes := _changes(older, begin):
                 raise UsageError(
-                    "is the journal of another roll-out: other arms, or other settings",
+                    f"is the journal of another roll-out ({'; '.join(changes)})",
                     where=file,
                     hint="Go on with those, or begin anew with --fresh.",
                 )
@@ -415,6 +415,17 @@ class Rollout:
             return
         self.paused = None
         self._state.add(entry)
+
+
+def _changes(older: Mapping[str, Any], begin: Mapping[str, Any]) -> list[str]:
+    """What of a first line differs: each name with the journal's value and the one of now."""
+    found = []
+    for part, prefix in (("ids", ""), ("settings", "rollout.")):
+        before, now = older[part], begin[part]
+        for key in sorted({*before, *now}):
+            if before.get(key) != now.get(key):
+                found.append(f"{prefix}{key}: {before.get(key)}, now {now.get(key)}")
+    return found
 
 
 def _digest(text: str) -> int:
