@@ -331,7 +331,11 @@ def test_a_line_that_was_cut_is_dropped(tmp_path: Path) -> None:
         before = rollout.summary()
     with file.open("ab") as stream:
         stream.write(b'{"kind": "session", "sess')
-    assert {**status_of(file), "paused": None} == {"ids": {"deployment": "tiny"}, **before}
+    assert {**status_of(file), "paused": None} == {
+        "ids": {"deployment": "tiny"},
+        "is_run": False,
+        **before,
+    }
     with rolled(file) as rollout:
         assert rollout.summary() == before
         drive(rollout, 10, first=50)
@@ -372,6 +376,17 @@ def test_kill_9_loses_nothing_that_was_decided(tmp_path: Path) -> None:
 def test_only_one_process_runs_a_roll_out(tmp_path: Path) -> None:
     file = tmp_path / "journal.jsonl"
     with rolled(file), pytest.raises(UsageError, match="another process"), rolled(file):
+        pass
+
+
+def test_the_status_says_whether_a_process_runs_it(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    with rolled(file):
+        status = status_of(file)
+        assert (status["outcome"], status["is_run"]) == ("running", True)
+    status = status_of(file)
+    assert (status["outcome"], status["is_run"]) == ("running", False)
+    with rolled(file):  # and asking holds nobody up
         pass
 
 
@@ -445,14 +460,17 @@ def test_a_journal_that_cannot_be_written_sends_all_to_the_baseline(
 def test_an_operator_rolls_back_a_running_and_a_stopped_roll_out(tmp_path: Path) -> None:
     file = tmp_path / "a" / "journal.jsonl"
     with rolled(file) as rollout:
-        assert not order_rollback(file, "too many complaints")
+        assert order_rollback(file, "too many complaints") == "told"
         take_orders(rollout, file)
         assert (rollout.state.outcome, rollout.state.why) == ("rolled back", "too many complaints")
         take_orders(rollout, file)
+        assert order_rollback(file, "again") == "already done"
+    assert order_rollback(file, "again") == "already done"
+    assert status_of(file)["why"] == "too many complaints"
     other = tmp_path / "b" / "journal.jsonl"
     with rolled(other):
         pass
-    assert order_rollback(other, "no")
+    assert order_rollback(other, "no") == "done"
     assert status_of(other)["outcome"] == "rolled back"
     with pytest.raises(UsageError, match="no roll-out"):
         order_rollback(tmp_path / "c" / "journal.jsonl", "no")
@@ -570,7 +588,7 @@ def test_an_order_needs_no_room_for_its_reason(
     with rolled(file) as rollout:
         with monkeypatch.context() as full:
             full.setattr(Path, "write_text", write_text)
-            assert not order_rollback(file, "a long reason")
+            assert order_rollback(file, "a long reason") == "told"
         take_orders(rollout, file)
         assert (rollout.state.outcome, rollout.state.why) == ("rolled back", "by an operator")
 

@@ -119,8 +119,13 @@ def rollback(
     from toolkit.workflows.rollout import order_rollback
 
     loaded = load(config, overrides, texts=False)
-    is_done = order_rollback(here().rollout(loaded.name), why)
-    show("rolled back" if is_done else "the running roll-out is told; toolkit rollout status")
+    done = order_rollback(here().rollout(loaded.name), why)
+    shown = {
+        "done": "rolled back",
+        "told": "the running roll-out is told; toolkit rollout status",
+        "already done": "it is already rolled back; toolkit rollout status says why",
+    }
+    show(shown[done])
 
 
 def _decision(decision: dict[str, Any], steps: tuple[int, ...] | list[int]) -> str:
@@ -144,6 +149,8 @@ def _print(summary: dict[str, Any]) -> None:
         f"{deployment}: {summary['outcome']}, {summary['share_percent']:g} % of the sessions go to"
         f" the candidate ({candidate}), the others to the baseline ({baseline})"
     )
+    if not summary["is_run"]:
+        out.print("no process runs it now; the same toolkit rollout run goes on with it")
     if summary["outcome"] == "running":
         out.print(
             f"next step after {summary['in_step']} of {summary['needed_in_step']} answered requests"
