@@ -56,9 +56,10 @@ def run(
 
     The YAML's section rollout has the steps and the limits. When a test finds the new deployment
     worse, all goes back to the old one by itself. After a restart, also after kill -9, the same
-    command goes on where it was. The page /rollout of the gateway shows it.
+    command goes on where it was. The page /rollout of the gateway shows it. --set gateway.port=8510
+    chooses the port, else it is a free one.
     """
-    from toolkit.cli.gateway import run_gateway
+    from toolkit.cli.gateway import run_gateway, warn_of_silent
     from toolkit.workflows.gateway import gateway_of, server_address
     from toolkit.workflows.rollout import PLAIN, rollout_maker, set_aside, take_orders
 
@@ -67,6 +68,7 @@ def run(
     if baseline != PLAIN:
         baseline = server_address(loaded, baseline)
     file = here().rollout(loaded.name)
+    warn_of_silent(candidate, *(() if baseline == PLAIN else (baseline,)))
     make = rollout_maker(loaded, candidate, baseline, file)
     running: list[Rollout] = []
     told: list[Any] = []
