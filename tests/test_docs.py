@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli import app
 from toolkit.checkpoints.tokenizer import load_tokenizer
+from toolkit.cli import app
 from toolkit.config.load import load_config
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from scipy.stats import binom
 
 from toolkit.config.schema import RolloutConfig
-from toolkit.gateway.evidence import Evidence, Observation, Texts
+from toolkit.gateway.rollout import BASELINE, CANDIDATE, RolloutState
 
 MAX_SESSIONS = 200_000
 
@@ -60,12 +60,9 @@ class Ended:
 
 
 def roll_out(candidate: Candidate, settings: RolloutConfig, seed: int) -> Ended:
-    generator, evidence = random.Random(seed), Evidence(settings)
-    step, in_step, seen = 0, 0, 0
+    generator, state = random.Random(seed), RolloutState(settings)
     for number in range(MAX_SESSIONS):
-        share = settings.steps[step] / 100
-        if share == 1.0:
-            return Ended(None, number, seen)
+        share = state.share
         is_candidate = generator.random() < share
         day = 1 + 0.5 * math.sin(number / 3000)
         slower, errors = 1.0, 0.001
@@ -78,15 +75,27 @@ def roll_out(candidate: Candidate, settings: RolloutConfig, seed: int) -> Ended:
         ttft = day * slower * generator.lognormvariate(4.0, 0.5)
         token = day * slower * generator.lognormvariate(2.0, 0.3)
         figures = (None, None, None) if is_error else (ttft, token, accepted)
-        evidence.add(Observation(is_candidate, share, is_error, *figures))
-        in_step, seen = in_step + (is_candidate and not is_error), seen + is_candidate
+        named = dict(zip(("ttft_ms", "token_ms", "acceptance"), figures, strict=True))
+        arm = CANDIDATE if is_candidate else BASELINE
+        session = {"kind": "session", "session": number, "arm": arm, "share": share}
+        state.add({**session, "error": is_error, **named})
         if not is_candidate and generator.random() < settings.shadow / 100:
-            evidence.add_texts(Texts(generator.random() >= candidate.differing))
-        worst = evidence.findings()[0]
-        if worst.is_worse:
-            return Ended(worst.test, number + 1, seen)
-        if in_step >= settings.min_requests:
-            step, in_step = step + 1, 0
+            differs = generator.random() < candidate.differing
+            copy_fails = generator.random() < candidate.errors
+            if copy_fails != is_error:
+                failed = CANDIDATE if copy_fails else BASELINE
+                state.add({"kind": "copy", "prompt": number, "failed": failed})
+            elif not is_error:
+                state.add({"kind": "texts", "prompt": number, "equal": not differs})
+        decided = state.next_decision()
+        if decided is not None:
+            outcome, step, why = decided
+            state.add({"kind": "decision", "outcome": outcome, "step": step, "why": why})
+            if outcome == "promoted":
+                return Ended(None, number + 1, state.evidence.candidate)
+            if outcome == "rolled back":
+                test = state.evidence.findings()[0].test
+                return Ended(test, number + 1, state.evidence.candidate)
     raise AssertionError("the roll-out has not ended")
 
 

@@ -294,6 +294,18 @@ def test_a_key_is_needed_where_keys_are_set() -> None:
         assert len(served.backend.seen) <= 2
 
 
+def test_both_pages_can_send_a_key() -> None:
+    """No browser runs here: every request of a page's own has to carry the headers."""
+    with gateway(keys=(KEY,)) as served:
+        assert get(f"{served.url}/rollout.json")[0] == 401
+        for path, requests in (("/", 2), ("/rollout", 1)):
+            status, text = get(f"{served.url}{path}")
+            assert status == 200
+            assert '<input id="key" type="password"' in text
+            assert 'Authorization: "Bearer " + at("key").value' in text
+            assert text.count("fetch(") == text.count("headers: headers()") == requests
+
+
 def test_keys_share_no_kv_cache() -> None:
     """The server is told whose request it is, by a name that no client can choose."""
     other = f"{KEY}-of-another"
@@ -434,6 +446,20 @@ def test_health_is_a_token() -> None:
         assert "went away" in served.lines[0]
 
 
+def test_a_failed_request_ends_what_was_known_of_the_health() -> None:
+    backend = ScriptedBackend()
+    with gateway(backend) as served:
+        assert post(served.url, "/v1/completions", BODY)[0] == 200
+        backend.failure = Overloaded("queue is full")
+        assert post(served.url, "/v1/completions", BODY)[0] == 503
+        assert get(f"{served.url}/health")[0] == 200
+        backend.failure = ServerUnavailable("connection refused")
+        assert post(served.url, "/v1/completions", BODY)[0] == 503
+        assert get(f"{served.url}/health")[0] == 503
+        backend.failure = None
+        assert get(f"{served.url}/health")[0] == 200
+
+
 def test_all_who_ask_for_the_health_share_one_probe() -> None:
     backend = ScriptedBackend(delay_s=0.3)
     with gateway(backend) as served:
@@ -457,16 +483,32 @@ def test_metrics_count_what_was_served() -> None:
     with gateway() as served:
         post(served.url, "/v1/completions", BODY)
         post(served.url, "/v1/completions", {**BODY, "n": 3})
-        until(lambda: len(served.lines) == 2)
+        get_events(served.url)
+        until(lambda: len(served.lines) == 3)
         status, text = get(f"{served.url}/metrics")
     lines = text.splitlines()
     served_ok = 'toolkit_gateway_requests_total{arm="served",path="/v1/completions",status="200"}'
     assert status == 200
-    assert f"{served_ok} 1.0" in lines
-    assert 'toolkit_gateway_accepted_draft_tokens_total{arm="served"} 3.0' in lines
+    assert f"{served_ok} 2.0" in lines
+    assert 'toolkit_gateway_accepted_draft_tokens_total{arm="served"} 6.0' in lines
     assert 'toolkit_gateway_ttft_seconds_count{arm="served"} 1.0' in lines
-    assert 'toolkit_gateway_icl_seconds_count{arm="served"} 2.0' in lines
+    assert 'toolkit_gateway_icl_seconds_count{arm="served"} 4.0' in lines
     assert "_created" not in text
+
+
+def test_only_streams_have_a_ttft() -> None:
+    with gateway() as served:
+        post(served.url, "/v1/completions", BODY)
+        until(lambda: len(served.lines) == 1)
+        assert "toolkit_gateway_ttft_seconds_count" not in get(f"{served.url}/metrics")[1]
+        get_events(served.url)
+        until(lambda: len(served.lines) == 2)
+        text = get(f"{served.url}/metrics")[1]
+        whole, stream = (json.loads(line) for line in served.lines)
+    assert 'toolkit_gateway_ttft_seconds_count{arm="served"} 1.0' in text.splitlines()
+    assert 'toolkit_gateway_e2e_latency_seconds_count{arm="served"} 2.0' in text.splitlines()
+    assert whole["ttft_ms"] is None
+    assert stream["ttft_ms"] > 0
 
 
 def test_other_paths_say_which_there_are() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.config.schema import RolloutConfig
-from toolkit.gateway.evidence import LEAST_FIGURES, Evidence, Figures, Observation, Texts, lot
+from toolkit.gateway.evidence import LEAST_FIGURES, Copy, Evidence, Figures, Observation, Texts, lot
 
 
 def evidence(**settings: Any) -> Evidence:
@@ -71,6 +71,26 @@ def test_texts_are_bet_on_fairly_at_the_allowed_rate() -> None:
         chance = math.prod(1 - allowed if equal else allowed for equal in answers)
         expected += chance * wealth(seen, "texts")
     assert expected == pytest.approx(1.0)
+
+
+def test_copies_are_bet_on_fairly_where_either_arm_fails_as_often() -> None:
+    expected = 0.0
+    for failed in itertools.product((True, False), repeat=8):
+        seen = evidence()
+        for is_candidate in failed:
+            seen.add_copy(Copy(is_candidate))
+        expected += 0.5**8 * wealth(seen, "copies")
+    assert expected == pytest.approx(1.0)
+
+
+def test_a_finding_counts_the_candidate_s_requests_that_were_judged() -> None:
+    seen = evidence()
+    for number in range(60):
+        seen.add(seen_by(number % 2 == 0, 0.5, ttft_ms=5.0))
+    counts = {finding.test: finding.requests for finding in seen.findings()}
+    assert counts["errors"] == 30
+    assert counts["ttft"] == 10  # the first of them that has 20 of the baseline's before it, on
+    assert counts["acceptance"] == counts["texts"] == counts["copies"] == 0
 
 
 def test_the_least_acceptance_is_bet_on_fairly_at_its_limit() -> None:

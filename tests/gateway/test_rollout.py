@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,6 +171,99 @@ def test_a_session_stays_with_its_arm_and_only_moves_forward(tmp_path: Path) -> 
         assert not [n for n in names if before[n] == CANDIDATE and after[n] == BASELINE]
 
 
+def seen_without(rollout: Rollout, count: int, is_told: Callable[[str, int], bool]) -> int:
+    """Sessions whose acceptance is told only of some, until the roll-out has ended: how many."""
+    generator = random.Random(4)
+    for number in range(count):
+        if rollout.state.outcome != "running":
+            return number
+        choice = rollout.choose(f"s{number}", str(number), None)
+        answer = answered(choice.arm.name, str(number), generator)
+        if not is_told(choice.arm.name, number):
+            answer = dataclasses.replace(answer, statistics=Statistics(output_tokens=30))
+        rollout.finished(answer)
+    return count
+
+
+def test_no_step_is_taken_before_all_tests_have_judged(tmp_path: Path) -> None:
+    """After a few sessions there is nothing to rank by, and no text has been compared."""
+    few = 5
+    with rolled(tmp_path / "journal.jsonl", steps=(50, 100), min_requests=few) as rollout:
+        drive(rollout, 15)
+        state = rollout.state
+        assert state.in_step >= few
+        assert state.outcome == "running"
+        assert set(state.missing().values()) == {"awaited"}
+        assert {"ttft", "time per token", "acceptance"} <= set(state.missing())
+        drive(rollout, 2000, first=15)
+        assert state.outcome == "promoted"
+        last = state.decisions[-1]
+        assert "not judged" not in last["why"]
+        assert all(finding["requests"] >= few for finding in last["evidence"])
+
+
+@pytest.mark.parametrize("silent", [BASELINE, CANDIDATE])
+def test_a_test_without_figures_of_an_arm_is_named_and_not_awaited(
+    tmp_path: Path, silent: str
+) -> None:
+    """As of a plain baseline, which has no acceptance rate."""
+    settings = {"steps": (50, 100), "min_requests": 30, "shadow": 0}
+    with rolled(tmp_path / "journal.jsonl", **settings) as rollout:
+        assert seen_without(rollout, 1000, lambda arm, number: arm != silent) < 150
+        assert rollout.state.outcome == "promoted"
+        assert rollout.state.why.endswith("; not judged: acceptance")
+
+
+def test_a_test_with_few_figures_is_awaited_twenty_times_as_long(tmp_path: Path) -> None:
+    settings = {"steps": (50, 100), "min_requests": 10, "shadow": 0}
+    with rolled(tmp_path / "journal.jsonl", **settings) as rollout:
+        assert seen_without(rollout, 100, lambda arm, number: number % 30 == 0) == 100
+        assert rollout.state.missing() == {"acceptance": "awaited"}
+    other = tmp_path / "other" / "journal.jsonl"
+    with rolled(other, **settings) as rollout:
+        seen_without(rollout, 1000, lambda arm, number: number % 30 == 0)
+        assert rollout.state.outcome == "promoted"
+        assert rollout.state.decisions[-1]["why"].startswith("200 sessions")
+        assert rollout.state.why.endswith("; not judged: acceptance")
+
+
+def test_copies_of_no_greedy_request_are_not_awaited(tmp_path: Path) -> None:
+    settings = {"steps": (50, 100), "min_requests": 10, "shadow": 50}
+    with rolled(tmp_path / "journal.jsonl", **settings) as rollout:
+        assert seen_without(rollout, 1000, lambda arm, number: True) < 200
+        assert rollout.state.outcome == "promoted"
+        assert set(rollout.state.why.split("not judged: ")[1].split(", ")) == {"copies", "texts"}
+
+
+def test_a_failed_copy_is_an_error_and_no_text(tmp_path: Path) -> None:
+    with rolled(tmp_path / "journal.jsonl", steps=(0, 100), shadow=100) as rollout:
+        generator = random.Random(6)
+        for number in range(30):
+            choice = rollout.choose(f"s{number}", str(number), f"p{number}")
+            if choice.shadow is None:
+                break
+            rollout.finished(answered(BASELINE, str(number), generator, text="text"))
+            copy = answered(CANDIDATE, str(number), generator, error=True, is_shadow=True)
+            rollout.finished(copy)
+        state = rollout.state
+        assert state.why == "the candidate is worse: copies"
+        texts = rollout.summary()["texts"]
+        assert texts == {"compared": 0, "differing": 0, "failed_copies": number}
+        assert number <= 15
+
+
+def test_a_copy_that_both_arms_fail_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    with rolled(file, steps=(0, 100), shadow=100) as rollout:
+        for number in range(30):
+            rollout.choose(f"s{number}", str(number), f"p{number}")
+            for arm in (BASELINE, CANDIDATE):
+                answer = answered(arm, str(number), random.Random(1), error=True)
+                rollout.finished(dataclasses.replace(answer, is_shadow=arm == CANDIDATE))
+        assert rollout.state.outcome == "running"
+    assert {entry["kind"] for entry in read_journal(file)} == {"begin", "session"}
+
+
 def test_a_session_counts_once(tmp_path: Path) -> None:
     with rolled(tmp_path / "journal.jsonl", shadow=0) as rollout:
         for number in range(200):
@@ -236,7 +331,11 @@ def test_a_line_that_was_cut_is_dropped(tmp_path: Path) -> None:
         before = rollout.summary()
     with file.open("ab") as stream:
         stream.write(b'{"kind": "session", "sess')
-    assert {**status_of(file), "paused": None} == {"ids": {"deployment": "tiny"}, **before}
+    assert {**status_of(file), "paused": None} == {
+        "ids": {"deployment": "tiny"},
+        "is_run": False,
+        **before,
+    }
     with rolled(file) as rollout:
         assert rollout.summary() == before
         drive(rollout, 10, first=50)
@@ -280,6 +379,17 @@ def test_only_one_process_runs_a_roll_out(tmp_path: Path) -> None:
         pass
 
 
+def test_the_status_says_whether_a_process_runs_it(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    with rolled(file):
+        status = status_of(file)
+        assert (status["outcome"], status["is_run"]) == ("running", True)
+    status = status_of(file)
+    assert (status["outcome"], status["is_run"]) == ("running", False)
+    with rolled(file):  # and asking holds nobody up
+        pass
+
+
 def test_the_journal_of_another_roll_out_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "journal.jsonl"
     with rolled(file):
@@ -287,6 +397,7 @@ def test_the_journal_of_another_roll_out_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another roll-out") as caught, rolled(file, shadow=50):
         pass
     assert "--fresh" in str(caught.value)
+    assert "rollout.shadow: 10, now 50)" in str(caught.value)
     set_aside(file)
     with rolled(file, shadow=50):
         pass
@@ -349,14 +460,17 @@ def test_a_journal_that_cannot_be_written_sends_all_to_the_baseline(
 def test_an_operator_rolls_back_a_running_and_a_stopped_roll_out(tmp_path: Path) -> None:
     file = tmp_path / "a" / "journal.jsonl"
     with rolled(file) as rollout:
-        assert not order_rollback(file, "too many complaints")
+        assert order_rollback(file, "too many complaints") == "told"
         take_orders(rollout, file)
         assert (rollout.state.outcome, rollout.state.why) == ("rolled back", "too many complaints")
         take_orders(rollout, file)
+        assert order_rollback(file, "again") == "already done"
+    assert order_rollback(file, "again") == "already done"
+    assert status_of(file)["why"] == "too many complaints"
     other = tmp_path / "b" / "journal.jsonl"
     with rolled(other):
         pass
-    assert order_rollback(other, "no")
+    assert order_rollback(other, "no") == "done"
     assert status_of(other)["outcome"] == "rolled back"
     with pytest.raises(UsageError, match="no roll-out"):
         order_rollback(tmp_path / "c" / "journal.jsonl", "no")
@@ -474,7 +588,7 @@ def test_an_order_needs_no_room_for_its_reason(
     with rolled(file) as rollout:
         with monkeypatch.context() as full:
             full.setattr(Path, "write_text", write_text)
-            assert not order_rollback(file, "a long reason")
+            assert order_rollback(file, "a long reason") == "told"
         take_orders(rollout, file)
         assert (rollout.state.outcome, rollout.state.why) == ("rolled back", "by an operator")
 
@@ -506,6 +620,26 @@ def test_the_gateway_rolls_back_a_candidate_that_fails(tmp_path: Path) -> None:
         with_page = _get_json(f"{served.url}/rollout.json")
         assert with_page["outcome"] == "rolled back"
         assert with_page["evidence"][0]["test"] == "errors"
+
+
+def test_the_health_shows_all_arms_that_may_answer(tmp_path: Path) -> None:
+    gone = ScriptedBackend(failure=ServerUnavailable("went away"))
+    with (
+        rolled(tmp_path / "journal.jsonl", candidate=gone, steps=(0, 50, 100)) as rollout,
+        gateway(arms=rollout) as served,
+    ):
+        assert _get_json(f"{served.url}/health")["arms"] == {"baseline": "ready"}
+        rollout.state.add({**DECISION, "step": 1})
+        health = _get_json(f"{served.url}/health")  # with status 200: the baseline answers
+        assert health["arms"] == {"baseline": "ready", "candidate": "unavailable"}
+        rollout.state.add({**DECISION, "outcome": "promoted", "step": 2})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            _get_json(f"{served.url}/health")
+        with caught.value as error:
+            assert (error.code, json.loads(error.read())["arms"]) == (
+                503,
+                {"candidate": "unavailable"},
+            )
 
 
 def test_what_the_gateway_itself_refuses_is_no_evidence_and_is_not_copied(tmp_path: Path) -> None:

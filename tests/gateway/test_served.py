@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import time
@@ -17,8 +18,9 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from tests.support.gateways import MODEL, post, render, running
 from tests.support.vllm_stub import SPECULATION, Script, vllm_stub
-from toolkit.client import Client
+from toolkit.client import Client, ClientError, Options
 from toolkit.config.schema import GatewayConfig
+from toolkit.gateway.answering import refusal_of
 from toolkit.gateway.app import Gateway
 from toolkit.gateway.arms import SERVED, Arm, OneArm
 from toolkit.gateway.backends import Backend, TritonBackend, VllmBackend
@@ -116,6 +118,32 @@ def test_what_the_server_refuses_is_a_400(server: TritonServer) -> None:
             assert "max_seq_len" in answer["error"]["message"]
 
 
+def test_a_refusal_names_the_client_s_key(server: TritonServer) -> None:
+    with gateway(lambda: TritonBackend(server.grpc_url)) as url:
+
+        def error(path: str = "/v1/completions", **keys: Any) -> Any:
+            status, _, answer = post(url, path, keys)
+            assert status == 400
+            return answer["error"]
+
+        assert error(**body(num_draft_tokens=99))["param"] == "num_draft_tokens"
+        long = "word " * 5000
+        assert error(**body(prompt=long))["param"] == "prompt"
+        messages = [{"role": "user", "content": long}]
+        chat = {"model": MODEL, "messages": messages}
+        assert error("/v1/chat/completions", **chat)["param"] == "messages"
+
+
+def test_log_probabilities_of_a_layout_without_them_are_refused_by_name(
+    tiny_server: TritonServer,
+) -> None:
+    with gateway(lambda: TritonBackend(tiny_server.grpc_url)) as url:
+        status, _, answer = post(url, "/v1/completions", body(logprobs=1))
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    assert "triton.layout bls" in answer["error"]["message"]
+    assert "log_probs" not in answer["error"]["message"]
+
+
 def test_log_probabilities_of_the_layout_that_has_them(tiny_bls_server: TritonServer) -> None:
     with gateway(lambda: TritonBackend(tiny_bls_server.grpc_url)) as url:
         status, _, answer = post(url, "/v1/completions", body(logprobs=1, num_draft_tokens=0))
@@ -186,6 +214,50 @@ class Odd(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
             answer.outputs.add(name="logits", datatype="INT32", shape=[1])
             answer.raw_output_contents.append(b"\1\0\0\0")
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
+
+
+class Failing(Odd):
+    """Gives the call up, after a chunk or before one."""
+
+    def __init__(self, details: str, has_begun: bool) -> None:
+        self.details, self.has_begun = details, has_begun
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        next(requests)
+        if self.has_begun:
+            answer = service_pb2.ModelInferResponse()
+            answer.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+            answer.raw_output_contents.append(b"\1\0\0\0a")
+            yield service_pb2.ModelStreamInferResponse(infer_response=answer)
+        context.abort(grpc.StatusCode.UNAVAILABLE, self.details)
+
+
+@pytest.mark.parametrize(
+    ("details", "has_begun", "code"),
+    [
+        ("Exceeds maximum queue size", False, "overloaded"),
+        ("Socket closed", False, "unavailable"),
+        ("recvmsg:Connection reset by peer", False, "unavailable"),
+        ("Socket closed", True, "unavailable"),
+        ("Cancelling all calls", True, "unavailable"),
+    ],
+)
+def test_a_server_that_goes_away_is_unavailable_at_any_time(
+    details: str, has_begun: bool, code: str
+) -> None:
+    async def error(address: str) -> str:
+        backend = TritonBackend(address)
+        try:
+            async for _ in backend.stream("p", Options(), "id", streams=True, tells_accepted=False):
+                pass
+        except ClientError as failure:
+            return str(refusal_of(failure, 1).code)
+        finally:
+            await backend.close()
+        return "none"
+
+    with served(Failing(details, has_begun)) as address:
+        assert asyncio.run(error(address)) == code
 
 
 class Refusing(Odd):

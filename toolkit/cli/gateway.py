@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,19 +35,33 @@ def gateway(
     """Put OpenAI's protocol in front of a served deployment.
 
     It runs until Ctrl-C, and has /v1/chat/completions (with the target's chat template),
-    /v1/completions, /v1/models, /health, /metrics, and a page at / to try it. API keys come
-    from the environment variable TOOLKIT_API_KEYS, separated by commas; without it no key is
-    needed. toolkit serve --gateway starts server and gateway together.
+    /v1/completions, /v1/models, /health, /metrics, a page at / to try it, and /rollout with the
+    state of a roll-out (toolkit rollout). It listens on a free port on loopback; --set
+    gateway.port=8510 chooses it. API keys come from the environment variable TOOLKIT_API_KEYS,
+    separated by commas; without it no key is needed. toolkit serve --gateway starts server and
+    gateway together.
     """
     from toolkit.workflows.gateway import gateway_of, one_arm, server_address
 
     loaded = load(config, overrides, texts=False)
     url = server_address(loaded, url)
+    warn_of_silent(url)
     try:
         with interrupted_by_signals():
             run_gateway(loaded, gateway_of(loaded, one_arm(loaded, url)))
     except Signal:
         show("stopped")
+
+
+def warn_of_silent(*addresses: str) -> None:
+    """Say which servers do not answer: the gateway starts all the same, and waits for them."""
+    from toolkit.workflows.gateway import is_listening
+
+    for address in addresses:
+        if not is_listening(address):
+            say(
+                f"warning: no server answers at {address}; until one does, its clients are told 503"
+            )
 
 
 def run_gateway(
@@ -55,11 +70,16 @@ def run_gateway(
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until a signal, which is raised at the end. check: as for `toolkit.gateway.program`."""
+    from toolkit.gateway.guard import KEYS_VARIABLE
     from toolkit.gateway.program import run
 
     host = config.gateway.host
     if not is_loopback(host):
-        say(f"warning: {OPEN_LISTENER.format(address=host)}; put TLS before it, and set API keys")
+        if KEYS_VARIABLE in os.environ:
+            say(f"warning: texts and API keys reach {host} unencrypted; put TLS before it")
+        else:
+            open_listener = OPEN_LISTENER.format(address=host)
+            say(f"warning: {open_listener}; put TLS before it, and set API keys ({KEYS_VARIABLE})")
 
     def ready(address: str) -> None:
         body = {

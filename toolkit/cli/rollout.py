@@ -56,9 +56,10 @@ def run(
 
     The YAML's section rollout has the steps and the limits. When a test finds the new deployment
     worse, all goes back to the old one by itself. After a restart, also after kill -9, the same
-    command goes on where it was. The page /rollout of the gateway shows it.
+    command goes on where it was. The page /rollout of the gateway shows it. --set gateway.port=8510
+    chooses the port, else it is a free one.
     """
-    from toolkit.cli.gateway import run_gateway
+    from toolkit.cli.gateway import run_gateway, warn_of_silent
     from toolkit.workflows.gateway import gateway_of, server_address
     from toolkit.workflows.rollout import PLAIN, rollout_maker, set_aside, take_orders
 
@@ -67,6 +68,7 @@ def run(
     if baseline != PLAIN:
         baseline = server_address(loaded, baseline)
     file = here().rollout(loaded.name)
+    warn_of_silent(candidate, *(() if baseline == PLAIN else (baseline,)))
     make = rollout_maker(loaded, candidate, baseline, file)
     running: list[Rollout] = []
     told: list[Any] = []
@@ -119,8 +121,13 @@ def rollback(
     from toolkit.workflows.rollout import order_rollback
 
     loaded = load(config, overrides, texts=False)
-    is_done = order_rollback(here().rollout(loaded.name), why)
-    show("rolled back" if is_done else "the running roll-out is told; toolkit rollout status")
+    done = order_rollback(here().rollout(loaded.name), why)
+    shown = {
+        "done": "rolled back",
+        "told": "the running roll-out is told; toolkit rollout status",
+        "already done": "it is already rolled back; toolkit rollout status says why",
+    }
+    show(shown[done])
 
 
 def _decision(decision: dict[str, Any], steps: tuple[int, ...] | list[int]) -> str:
@@ -144,10 +151,17 @@ def _print(summary: dict[str, Any]) -> None:
         f"{deployment}: {summary['outcome']}, {summary['share_percent']:g} % of the sessions go to"
         f" the candidate ({candidate}), the others to the baseline ({baseline})"
     )
+    if not summary["is_run"]:
+        out.print("no process runs it now; the same toolkit rollout run goes on with it")
     if summary["outcome"] == "running":
         out.print(
             f"next step after {summary['in_step']} of {summary['needed_in_step']} answered requests"
             f" of the candidate; steps: {', '.join(f'{step} %' for step in steps)}"
+        )
+    if summary["missing"]:
+        shown = ", ".join(f"{test} ({why})" for test, why in summary["missing"].items())
+        out.print(
+            f"not judged {summary['needed_in_step']} of the candidate's requests yet: {shown}"
         )
     figures = Table("", "baseline", "candidate", box=None, pad_edge=False)
     arms = summary["arms"]
@@ -166,8 +180,11 @@ def _print(summary: dict[str, Any]) -> None:
         column.justify = "right"
     out.print(figures)
     texts = summary["texts"]
-    out.print(f"{texts['differing']} of {texts['compared']} texts of both arms differ")
-    tests = Table("test", "evidence", "limit", "requests", box=None, pad_edge=False)
+    out.print(
+        f"{texts['differing']} of {texts['compared']} texts of both arms differ;"
+        f" {texts['failed_copies']} copies failed at the candidate alone"
+    )
+    tests = Table("test", "evidence", "limit", "judged", box=None, pad_edge=False)
     for finding in summary["evidence"]:
         wealth, limit = finding["wealth"], finding["limit"]
         tests.add_row(finding["test"], f"{wealth:.3g}", f"{limit:g}", str(finding["requests"]))
@@ -175,6 +192,7 @@ def _print(summary: dict[str, Any]) -> None:
         column.justify = "right"
     out.print(tests)
     out.print(
+        f"judged: requests of the candidate that the test has judged\n"
         f"evidence at its limit rolls back; an equal candidate is rolled back with probability"
         f" {summary['false_alarm']:g} at most"
     )

@@ -42,7 +42,10 @@ def serve(
     config: Config,
     overrides: Overrides = None,
     gateway: Annotated[
-        bool, typer.Option("--gateway", help="Also start the gateway: see toolkit gateway.")
+        bool,
+        typer.Option(
+            "--gateway", help="Also start the gateway, on a free port or --set gateway.port=N."
+        ),
     ] = False,
     rehash: Rehash = False,
     debug: Debug = False,

@@ -17,21 +17,40 @@ from typing import Any
 
 from toolkit.client import ClientError, RequestRefused, ServerUnavailable, Statistics
 from toolkit.gateway.arms import Arm, Finished
-from toolkit.gateway.backends import Overloaded, Piece
+from toolkit.gateway.backends import OptionRefused, Overloaded, Piece
 from toolkit.gateway.protocol import Answers, Asked, Refusal, log_probs
 
 __all__ = ["HUNG_UP", "Running", "error_event", "refusal_of", "watched"]
 
 DONE = b"data: [DONE]\n\n"
 HUNG_UP = "hung up"
+# What a refusal of the server begins with -> the client's key that it is about: it has text alone.
+ABOUT = {
+    "num_draft_tokens": "num_draft_tokens",
+    "the prompt has ": "prompt",
+    "text_input has ": "prompt",
+    "QUERY has ": "prompt",
+}
 
 
-def refusal_of(error: ClientError, retry_after_s: int) -> Refusal:
+def refusal_of(error: ClientError, retry_after_s: int, kind: str = "completion") -> Refusal:
     """What a client is told of an error between the gateway and the server: of a request that the
     server refuses, the server's words. Others tell where it is, which is not the clients' concern.
+    kind: of the request, as in `Asked`.
     """
+    if isinstance(error, OptionRefused) and error.option == "log_probs":
+        return Refusal(
+            "logprobs cannot be asked for: the served model does not tell log-probabilities. A"
+            " deployment with triton.layout bls does, and vLLM's own server",
+            parameter="logprobs",
+        )
+    if isinstance(error, OptionRefused):
+        return Refusal(str(error), parameter=error.option)
     if isinstance(error, RequestRefused):
-        return Refusal(str(error))
+        about = next((key for words, key in ABOUT.items() if words in str(error)), None)
+        if about == "prompt" and kind == "chat":
+            about = "messages"
+        return Refusal(str(error), parameter=about)
     if isinstance(error, Overloaded):
         what, code = "the model's server has no room for the request now", "overloaded"
     else:
@@ -57,6 +76,7 @@ class Running:
     gaps_ns: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    is_unavailable: bool = False
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The arm's pieces, with their times taken. Raises ClientError."""
@@ -72,9 +92,13 @@ class Running:
             tells_accepted=asked.tells_speculation,
         )
         async with aclosing(stream):  # type: ignore[type-var]
-            async for piece in stream:
-                self._note(piece)
-                yield piece
+            try:
+                async for piece in stream:
+                    self._note(piece)
+                    yield piece
+            except ServerUnavailable:
+                self.is_unavailable = True
+                raise
 
     def _note(self, piece: Piece) -> None:
         chunk = piece.chunk
@@ -142,13 +166,14 @@ class Running:
             self.answers.id,
             self.arm.name,
             status,
-            None if self.first_ns is None else self.first_ns - self.arrived_ns,
+            self.first_ns - self.arrived_ns if self.first_ns and self.asked.streams else None,
             time.monotonic_ns() - self.arrived_ns,
             tuple(self.gaps_ns),
             self.statistics,
             "".join(self.texts) if self.keeps_text else None,
             self.is_shadow,
             error,
+            self.is_unavailable,
         )
 
 

@@ -134,7 +134,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
     allowed = (getattr(error, "headers", None) or {}).get("Allow")
     shown = f"{request.method} {request.url.path[:MAX_SHOWN]}"
     if allowed is None:
-        known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /rollout, /"
+        known = (
+            "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /rollout,"
+            " /rollout.json, /"
+        )
         return refused(
             Refusal(f"{shown} is not served here; there are {known}", status=404, code="not_found")
         )
@@ -181,20 +184,25 @@ def _check_model(gateway: Gateway, name: str) -> None:
 
 
 async def _health(gateway: Gateway) -> Response:
-    """200 if every arm that clients need has produced a token lately. If nobody has asked for one,
+    """200 if every arm that clients need has produced a token lately; the state of every arm that
+    may answer one is shown. A candidate that fails is no reason to take the gateway away: it is
+    rolled back by what it does to its share of the clients. If nobody has asked for one,
     this does, once for all who ask at the same time: while a server hangs, they may come faster
     than a probe gives up.
     """
     if gateway.probe is None or gateway.probe.done():
         gateway.probe = asyncio.create_task(_states(gateway))
     states = await asyncio.shield(gateway.probe)
-    is_ready = all(state == "ready" for state in states.values())
+    needed = [arm.name for arm in gateway.arms.needed]
+    is_ready = all(states.get(name) == "ready" for name in needed)
     body = {"status": "ready" if is_ready else "not ready", "arms": states}
     return JSONResponse(body, 200 if is_ready else 503, {} if is_ready else {"Retry-After": "5"})
 
 
 async def _states(gateway: Gateway) -> dict[str, str]:
-    return {arm.name: await _state(gateway, arm) for arm in gateway.arms.needed}
+    arms = gateway.arms.open
+    states = await asyncio.gather(*(_state(gateway, arm) for arm in arms))
+    return {arm.name: state for arm, state in zip(arms, states, strict=True)}
 
 
 async def _state(gateway: Gateway, arm: Arm) -> str:

@@ -41,8 +41,8 @@ class Choice:
 class Finished:
     """An answered request, as seen from the gateway. Times in ns from its arrival.
 
-    ticket: as `Arms.choose` was given it. status: of HTTP; None: the client left. text: None where
-    nobody compares it. gaps_ns: between chunks.
+    ticket: as `Arms.choose` was given it. status: of HTTP; None: the client left. ttft_ns: None of
+    an answer that does not stream. text: None where nobody compares it. gaps_ns: between chunks.
     """
 
     ticket: str
@@ -56,6 +56,7 @@ class Finished:
     text: str | None = None
     is_shadow: bool = False
     error: str | None = None
+    is_unavailable: bool = False  # the server cannot be reached, or has failed
 
     @property
     def is_error(self) -> bool:
@@ -70,6 +71,11 @@ class Arms(Protocol):
 
     @property
     def all(self) -> tuple[Arm, ...]: ...
+
+    @property
+    def open(self) -> tuple[Arm, ...]:
+        """The arms that may answer a client now."""
+        ...
 
     @property
     def needed(self) -> tuple[Arm, ...]:
@@ -99,6 +105,10 @@ class OneArm:
 
     @property
     def all(self) -> tuple[Arm, ...]:
+        return (self.arm,)
+
+    @property
+    def open(self) -> tuple[Arm, ...]:
         return (self.arm,)
 
     @property

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit.client import (
     MODELS,
     STREAM_END_S,
+    TENSORS,
     AnswerReader,
     Chunk,
     ClientError,
     ModelInterface,
     Options,
+    RequestRefused,
     ServerUnavailable,
     refused,
     translated,
@@ -35,16 +37,25 @@ from toolkit.openai_client import Answer, OpenAiClient, error_of
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Backend", "Overloaded", "Piece", "TritonBackend", "VllmBackend"]
+__all__ = ["Backend", "OptionRefused", "Overloaded", "Piece", "TritonBackend", "VllmBackend"]
 
 CONNECT_S = 10.0
 RECONNECT_MS = 1000
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 HTTP_OK = 200
 OVERLOADED_STATUS = (429, 503)
+CONNECTION_WORDS = ("onnect", "ocket", "GOAWAY")  # in what gRPC itself says of UNAVAILABLE
 # Asks Triton to end a stream with the code of an error; else it sends the error's text alone. Seen
 # with 24.10.
 STATUS_CODES = (("triton_grpc_error", "true"),)
+
+
+class OptionRefused(RequestRefused):
+    """The served model has no such option. option: a field of `Options`."""
+
+    def __init__(self, option: str) -> None:
+        super().__init__(f"the served model does not take {option}")
+        self.option = option
 
 
 class Overloaded(ClientError):
@@ -126,13 +137,18 @@ class TritonBackend:
             interface = interface.without("return_speculation_stats")
         if "cache_salt" not in interface.inputs:
             options = dataclasses.replace(options, cache_salt=None)
-        request = interface.request(
-            self._model or MODELS[-1],
-            prompt,
-            options,
-            request_id,
-            streaming=streams and interface.streams,
-        )
+        try:
+            request = interface.request(
+                self._model or MODELS[-1],
+                prompt,
+                options,
+                request_id,
+                streaming=streams and interface.streams,
+            )
+        except RequestRefused as error:
+            if (option := _untaken(interface, options)) is not None:
+                raise OptionRefused(option) from error
+            raise
 
         async def requests() -> AsyncIterator[Any]:
             yield request
@@ -141,9 +157,10 @@ class TritonBackend:
             requests(), timeout=self._timeout_s, metadata=STATUS_CODES
         )
         reader = AnswerReader(interface, self.url, streaming=streams)
-        accepted = 0
+        accepted, has_begun = 0, False
         try:
             async for response in call:
+                has_begun = True
                 chunk = reader.read(response)
                 if chunk is None:
                     continue
@@ -153,7 +170,7 @@ class TritonBackend:
                     new_accepted, accepted = counted[0] - accepted, counted[0]
                 yield Piece(chunk, new_accepted)
         except self._errors as error:
-            raise self._failure(error) from error
+            raise self._failure(error, has_begun) from error
         except (KeyError, TypeError, ValueError, struct.error) as error:
             raise ServerUnavailable(
                 f"{self.url}: the answer is not one of a model of text ({error!r})"
@@ -165,17 +182,32 @@ class TritonBackend:
             call.cancel()  # does nothing if the call is over
         reader.check_complete()
 
-    def _failure(self, error: Any) -> ClientError:
-        """Whose fault a failed call was. Only some codes say that it was the request's."""
+    def _failure(self, error: Any, has_begun: bool) -> ClientError:
+        """Whose fault a failed call was. Only some codes say that it was the request's. Triton's
+        own UNAVAILABLE is a full queue, in which no request has begun; gRPC's is a connection that
+        is refused, reset or closed.
+        """
         code, details = error.code(), str(error.details())
         if code in self._refusals:
             return refused(details, self.url)
-        if code == self._unavailable and "onnect" not in details:
+        is_of_triton = not any(word in details for word in CONNECTION_WORDS)
+        if code == self._unavailable and is_of_triton and not has_begun:
             return Overloaded(details)
         failure = translated(error, self.url, self._timeout_s)
         if isinstance(failure, ServerUnavailable):
             return failure
         return ServerUnavailable(f"{self.url}: the server failed ({details})")
+
+
+def _untaken(interface: ModelInterface, options: Options) -> str | None:
+    """The first option that the model has no input for."""
+    for option in TENSORS:
+        try:
+            value = {option: getattr(options, option)}
+            interface.values("", Options(**value), streaming=False)
+        except RequestRefused:
+            return option
+    return None
 
 
 class VllmBackend:

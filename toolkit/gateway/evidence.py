@@ -16,6 +16,8 @@ probability, however long it runs and however often anybody looks.
   above the baseline's 90th or 97th percentile. Traffic may change
   in the course of the day: both arms meet it alike. Margins: the candidate's times are divided by
   max_slowdown before they are ranked, its acceptance by 1 - max_acceptance_loss.
+- copies: of the copied requests that only one arm answered, an equal candidate is as often the one
+  that failed as the baseline.
 - texts: greedy prompts that both arms answered. At most max_divergence_rate may differ.
 - least acceptance: the mean of the candidate's acceptance rates is at least min_acceptance_rate
   (Waudby-Smith and Ramdas 2023, arXiv:2010.09686, section 4).
@@ -36,7 +38,7 @@ from dataclasses import dataclass, field
 
 from toolkit.config.schema import RolloutConfig
 
-__all__ = ["Evidence", "Finding", "Observation", "Texts"]
+__all__ = ["LEAST_FIGURES", "Copy", "Evidence", "Finding", "Observation", "Texts"]
 
 HEIGHTS = (1.2, 1.5, 2.0, 3.0, 6.0)  # Lehmann's exponents: a little worse to far worse
 # (quantile, the candidate's share of figures above it)
@@ -70,8 +72,17 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A prompt that was sent to both arms, and that only one of them answered."""
+
+    is_candidate: bool  # the one that failed
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """A test as it stands. wealth: at `limit` the candidate is worse. requests: those used."""
+    """A test as it stands. wealth: at `limit` the candidate is worse. requests: the candidate's
+    that it has judged.
+    """
 
     test: str
     wealth: float
@@ -88,7 +99,7 @@ class Bet:
     """The wealth of one bet per alternative; the bettor's own is their mean."""
 
     log_wealths: list[float]
-    count: int = 0
+    judged: int = 0  # requests of the candidate
 
     @classmethod
     def of(cls, alternatives: Sequence[object]) -> Bet:
@@ -101,7 +112,6 @@ class Bet:
         return math.exp(min(700.0, highest + math.log(mean)))
 
     def multiply(self, factors: Sequence[float]) -> None:
-        self.count += 1
         for index, factor in enumerate(factors):
             self.log_wealths[index] += math.log(factor)
 
@@ -152,9 +162,10 @@ class Evidence:
     def __init__(self, settings: RolloutConfig) -> None:
         self._settings = settings
         self._errors = Bet.of(ERROR_RATIOS)
-        names = ("ttft", "token", "acceptance")
+        names = ("ttft", "time per token", "acceptance")
         self._ranked = {name: Bet.of((*HEIGHTS, *TAILS)) for name in names}
         self._figures = {name: Figures() for name in self._ranked}
+        self._copies = Bet.of(ERROR_RATIOS)
         self._texts = Bet.of(RATE_SHARES)
         self._least = Bet.of(MEAN_STAKES)
         self.baseline = self.candidate = 0  # sessions
@@ -165,28 +176,38 @@ class Evidence:
             self.candidate += 1
         else:
             self.baseline += 1
-        if seen.is_error and 0 < seen.share < 1:
+        is_drawn = 0 < seen.share < 1
+        self._errors.judged += is_drawn and seen.is_candidate
+        if seen.is_error and is_drawn:
             ratios = [lot(seen.is_candidate, seen.share, ratio) for ratio in ERROR_RATIOS]
             self._errors.multiply(ratios)
         slower, kept = self._settings.max_slowdown, 1 - self._settings.max_acceptance_loss
         self._rank("ttft", seen, seen.ttft_ms, 1 / slower)
-        self._rank("token", seen, seen.token_ms, 1 / slower)
+        self._rank("time per token", seen, seen.token_ms, 1 / slower)
         lost = None if seen.acceptance is None else -seen.acceptance
         self._rank("acceptance", seen, lost, 1 / kept)
         least = self._settings.min_acceptance_rate
         if least is not None and seen.is_candidate and seen.acceptance is not None:
             largest = 1 / max(1 - least, 1e-9)
             stakes = [share * largest for share in MEAN_STAKES]
+            self._least.judged += 1
             self._least.multiply([1 + stake * (least - seen.acceptance) for stake in stakes])
 
     def add_texts(self, seen: Texts) -> None:
         """One prompt that both arms answered."""
+        self._texts.judged += 1
+        self._copies.judged += 1
         allowed = max(self._settings.max_divergence_rate, 1e-6)
         rates = [allowed + share * (1 - allowed) for share in RATE_SHARES]
         if seen.are_equal:
             self._texts.multiply([(1 - rate) / (1 - allowed) for rate in rates])
         else:
             self._texts.multiply([rate / allowed for rate in rates])
+
+    def add_copy(self, seen: Copy) -> None:
+        """One prompt that one arm of two answered."""
+        self._copies.judged += 1
+        self._copies.multiply([lot(seen.is_candidate, 0.5, ratio) for ratio in ERROR_RATIOS])
 
     def _rank(self, name: str, seen: Observation, figure: float | None, scale: float) -> None:
         """Bet on the arm of a figure; larger ones are worse. scale: the candidate's margin."""
@@ -196,25 +217,22 @@ class Evidence:
         rank = figures.rank(figure * scale if seen.is_candidate else figure)
         if rank is not None and 0 < seen.share < 1:
             factors = [lot(seen.is_candidate, seen.share, ratio) for ratio in _ratios(rank)]
+            self._ranked[name].judged += seen.is_candidate
             self._ranked[name].multiply(factors)
         if not seen.is_candidate:
             figures.add(figure)
 
     @property
     def compared_texts(self) -> int:
-        return self._texts.count
+        return self._texts.judged
 
     def findings(self) -> tuple[Finding, ...]:
         """Every test as it stands, the strongest evidence first."""
-        tests = {
-            "errors": self._errors,
-            "ttft": self._ranked["ttft"],
-            "time per token": self._ranked["token"],
-            "acceptance": self._ranked["acceptance"],
-            "texts": self._texts,
-        }
+        tests = {"errors": self._errors, **self._ranked}
+        if self._settings.shadow:
+            tests |= {"copies": self._copies, "texts": self._texts}
         if self._settings.min_acceptance_rate is not None:
             tests["least acceptance"] = self._least
         limit = len(tests) / self._settings.false_alarm
-        found = [Finding(name, bet.wealth, limit, bet.count) for name, bet in tests.items()]
+        found = [Finding(name, bet.wealth, limit, bet.judged) for name, bet in tests.items()]
         return tuple(sorted(found, key=lambda finding: -finding.wealth))

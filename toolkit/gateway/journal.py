@@ -9,13 +9,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
 
-__all__ = ["Journal", "read_journal"]
+__all__ = ["Journal", "is_written", "read_journal"]
+
+# One who asks `is_written` holds the lock for a moment, in which a process may want to begin.
+ATTEMPTS = 5
+ATTEMPT_S = 0.02
 
 
 def read_journal(file: Path) -> Iterator[dict[str, Any]]:
@@ -40,6 +45,18 @@ def read_journal(file: Path) -> Iterator[dict[str, Any]]:
         yield entry
 
 
+def is_written(file: Path) -> bool:
+    """Whether a process has the journal open for writing now."""
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
 def _check_file(file: Path) -> None:
     """Raise UsageError for a folder or a device, which might be read without end."""
     if file.exists() and not file.is_file():
@@ -54,7 +71,7 @@ class Journal:
         _check_file(file)
         self._file = file.open("ab", buffering=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
         except OSError as error:
             self._file.close()
             raise UsageError(
@@ -63,6 +80,17 @@ class Journal:
                 hint="toolkit rollout status CONFIG shows it.",
             ) from error
         self._drop_cut_line(file)
+
+    def _lock(self) -> None:
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(ATTEMPT_S)
+            else:
+                return
 
     def _drop_cut_line(self, file: Path) -> None:
         data = file.read_bytes()

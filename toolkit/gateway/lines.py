@@ -47,6 +47,14 @@ class _Texts(_Line):
     equal: bool
 
 
+class _Copy(_Line):
+    """A prompt that both arms were sent and one answered."""
+
+    kind: Literal["copy"]
+    prompt: int
+    failed: Literal["baseline", "candidate"]
+
+
 class _Decision(_Line):
     kind: Literal["decision"]
     time: Figure
@@ -57,7 +65,7 @@ class _Decision(_Line):
 
 FIRST: TypeAdapter[Any] = TypeAdapter(Begin)
 LATER: TypeAdapter[Any] = TypeAdapter(
-    Annotated[_Session | _Texts | _Decision, Field(discriminator="kind")]
+    Annotated[_Session | _Texts | _Copy | _Decision, Field(discriminator="kind")]
 )
 
 

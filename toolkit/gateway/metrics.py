@@ -28,7 +28,7 @@ class Metrics:
         )
         self.ttft = Histogram(
             "toolkit_gateway_ttft_seconds",
-            "From the arrival of a request to its first text",
+            "From the arrival of a request to the first text of its stream",
             ["arm"],
             buckets=SECONDS,
             registry=self.registry,

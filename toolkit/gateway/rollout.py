@@ -1,9 +1,11 @@
 """A roll-out: which arm answers a session, and when the next step is taken, or all go back.
 
 The share of the sessions that the candidate answers rises step by step, as long as no test of
-`evidence` finds it worse; then everything goes back to the baseline at once. A session stays with
-its arm while the share stays, and comes back to no other arm while it rises: its place on the line
-from 0 to 1 is a digest of its name.
+`evidence` finds it worse; then everything goes back to the baseline at once. No step is taken
+before every test that can judge has judged `min_requests` of the candidate's requests; what cannot
+judge is named in the decision (`RolloutState.missing`). A session stays with its arm while the
+share stays, and comes back to no other arm while it rises: its place on the line from 0 to 1 is a
+digest of its name.
 
 Everything that happens is a line of the journal, and the state is what follows from these lines.
 Each decision is written with its evidence. If the journal cannot be written, the baseline answers
@@ -18,12 +20,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.config.schema import RolloutConfig
 from toolkit.errors import UsageError
 from toolkit.gateway.arms import Arm, Choice, Finished
-from toolkit.gateway.evidence import Evidence, Observation, Texts
+from toolkit.gateway.evidence import LEAST_FIGURES, Copy, Evidence, Observation, Texts
 from toolkit.gateway.journal import Journal, read_journal
 from toolkit.gateway.lines import VERSION, Outcome, fault_of
 
@@ -32,6 +34,10 @@ __all__ = ["BASELINE", "CANDIDATE", "Rollout", "RolloutState", "decision", "read
 BASELINE, CANDIDATE = "baseline", "candidate"
 MAX_TICKETS = 100_000  # requests whose end is awaited; the oldest are forgotten
 MAX_TEXTS = 1000  # answers that wait for the other arm's
+# times min_requests answered sessions at one step; then it waits for no test any longer
+PATIENCE = 20
+# test -> the figure in `ArmFigures` that both arms need for it
+NEEDED_FIGURES = {"ttft": "ttft_ms", "time per token": "token_ms", "acceptance": "acceptance"}
 LATENCIES = 500  # of each arm, for the percentiles that people are shown
 
 
@@ -80,7 +86,7 @@ class RolloutState:
         self.sessions: set[int] = set()
         self.prompts: set[int] = set()
         self.arms = {BASELINE: ArmFigures(), CANDIDATE: ArmFigures()}
-        self.differing = 0
+        self.differing = self.failed_copies = 0
 
     @property
     def share(self) -> float:
@@ -111,6 +117,10 @@ class RolloutState:
             self.evidence.add_texts(Texts(entry["equal"]))
             self.differing += not entry["equal"]
             self.in_step += self.share == 0.0
+        elif kind == "copy":
+            self.prompts.add(entry["prompt"])
+            self.evidence.add_copy(Copy(entry["failed"] == CANDIDATE))
+            self.failed_copies += entry["failed"] == CANDIDATE
         elif kind == "decision":
             self.outcome, self.step, self.why = entry["outcome"], entry["step"], entry["why"]
             self.in_step = 0
@@ -127,7 +137,12 @@ class RolloutState:
             "needed_in_step": self.settings.min_requests,
             "false_alarm": self.settings.false_alarm,
             "arms": {name: arm.summary() for name, arm in self.arms.items()},
-            "texts": {"compared": self.evidence.compared_texts, "differing": self.differing},
+            "texts": {
+                "compared": self.evidence.compared_texts,
+                "differing": self.differing,
+                "failed_copies": self.failed_copies,
+            },
+            "missing": self.missing() if self.outcome == "running" else {},
             "evidence": [asdict(finding) for finding in self.evidence.findings()],
             "decisions": self.decisions,
         }
@@ -143,10 +158,48 @@ class RolloutState:
             return "promoted", self.step, "the first step is 100 %"
         if self.in_step < self.settings.min_requests:
             return None
+        missing = self.missing()
+        if "awaited" in missing.values():
+            return None
         what = "copies" if self.share == 0.0 else "sessions"
         why = f"{self.in_step} {what} of the candidate, and no test finds it worse"
+        if missing:
+            why += f"; not judged: {', '.join(missing)}"
         step = self.step + 1
         return ("promoted" if self.settings.steps[step] == 100 else "running"), step, why
+
+    def missing(self) -> dict[str, Literal["awaited", "cannot judge", "too few"]]:
+        """The tests that have judged fewer than min_requests of the candidate's since the roll-out
+        began, and whether the step waits for them.
+
+        cannot judge: an arm has answered enough and shown no figure for it. too few: the candidate
+        has answered PATIENCE times min_requests sessions at this step. At step 0 only copies count,
+        and there are as many texts as the step needs.
+        """
+        if self.share == 0.0:
+            return {}
+        few = self.settings.min_requests
+        is_over = self.in_step >= PATIENCE * few
+        found: dict[str, Literal["awaited", "cannot judge", "too few"]] = {}
+        for finding in self.evidence.findings():
+            if finding.requests < few:
+                if not self._can_judge(finding.test, finding.requests):
+                    found[finding.test] = "cannot judge"
+                else:
+                    found[finding.test] = "too few" if is_over else "awaited"
+        return found
+
+    def _can_judge(self, test: str, judged: int) -> bool:
+        enough = max(self.settings.min_requests, LEAST_FIGURES)
+        answered = {name: arm.requests - arm.errors for name, arm in self.arms.items()}
+        if test in ("copies", "texts"):  # nothing is greedy, or the copies are always dropped
+            return judged > 0 or answered[BASELINE] * self.settings.shadow < 100 * enough
+        if test == "least acceptance":
+            return judged > 0 or answered[CANDIDATE] < enough
+        figure = NEEDED_FIGURES.get(test)
+        return figure is None or all(
+            getattr(arm, figure) or answered[name] < enough for name, arm in self.arms.items()
+        )
 
 
 def decision(
@@ -218,7 +271,7 @@ class Rollout:
         self._baseline, self._candidate = baseline, candidate
         self._file, self._now, self._lot = file, now, lot
         self._tickets: dict[str, _Ticket] = {}
-        self._texts: dict[str, tuple[str, bool]] = {}
+        self._halves: dict[str, Finished] = {}
         self.paused: str | None = None  # why the journal cannot be written
         self._journal = Journal(file)
         begin = {
@@ -234,9 +287,9 @@ class Rollout:
                 self._journal.add({**begin, "time": now()}, lasting=True)
                 return
             older, self._state = found
-            if {**older, "time": 0} != {**begin, "time": 0}:
+            if changes := _changes(older, begin):
                 raise UsageError(
-                    "is the journal of another roll-out: other arms, or other settings",
+                    f"is the journal of another roll-out ({'; '.join(changes)})",
                     where=file,
                     hint="Go on with those, or begin anew with --fresh.",
                 )
@@ -247,6 +300,13 @@ class Rollout:
     @property
     def all(self) -> tuple[Arm, ...]:
         return self._baseline, self._candidate
+
+    @property
+    def open(self) -> tuple[Arm, ...]:
+        """The arms that may answer a client now."""
+        share = 0.0 if self.paused else self._state.share
+        shares = ((self._baseline, 1 - share), (self._candidate, share))
+        return tuple(arm for arm, of_arm in shares if of_arm > 0)
 
     @property
     def needed(self) -> tuple[Arm, ...]:
@@ -287,7 +347,7 @@ class Rollout:
         if ticket.prompt is None or not request.is_shadow:
             self._note_session(ticket, request)
         if ticket.prompt is not None:
-            self._note_text(ticket.prompt, request)
+            self._note_copy(ticket.prompt, request)
         else:
             self._tickets.pop(request.ticket, None)
         self._decide()
@@ -320,20 +380,23 @@ class Rollout:
             }
         )
 
-    def _note_text(self, prompt: int, request: Finished) -> None:
-        """Compare the two answers when both are there. A failed copy differs from an answer."""
-        other = self._texts.pop(request.ticket, None)
-        is_answer = request.status == 200
+    def _note_copy(self, prompt: int, request: Finished) -> None:
+        """Compare the two answers when both are there. A failed copy is an error, and no text."""
+        other = self._halves.pop(request.ticket, None)
         if other is None:
-            self._texts[request.ticket] = request.text or "", is_answer
-            if len(self._texts) > MAX_TEXTS:  # of copies that a busy gateway has not sent
-                self._texts.pop(next(iter(self._texts)))
+            self._halves[request.ticket] = request
+            if len(self._halves) > MAX_TEXTS:  # of copies that a busy gateway has not sent
+                self._halves.pop(next(iter(self._halves)))
             return
         self._tickets.pop(request.ticket, None)
-        (text, other_is_answer), own = other, request.text or ""
-        served_is_answer = other_is_answer if request.is_shadow else is_answer
-        if served_is_answer and prompt not in self._state.prompts:
-            are_equal = text == own and is_answer and other_is_answer
+        failed = [half.arm for half in (request, other) if half.status != 200]
+        has_left = request.status is None or other.status is None
+        if has_left or len(failed) == 2 or prompt in self._state.prompts:
+            return
+        if failed:
+            self._write({"kind": "copy", "prompt": prompt, "failed": failed[0]})
+        else:
+            are_equal = (request.text or "") == (other.text or "")
             self._write({"kind": "texts", "prompt": prompt, "equal": are_equal})
 
     def _decide(self) -> None:
@@ -352,6 +415,17 @@ class Rollout:
             return
         self.paused = None
         self._state.add(entry)
+
+
+def _changes(older: Mapping[str, Any], begin: Mapping[str, Any]) -> list[str]:
+    """What of a first line differs: each name with the journal's value and the one of now."""
+    found = []
+    for part, prefix in (("ids", ""), ("settings", "rollout.")):
+        before, now = older[part], begin[part]
+        for key in sorted({*before, *now}):
+            if before.get(key) != now.get(key):
+                found.append(f"{prefix}{key}: {before.get(key)}, now {now.get(key)}")
+    return found
 
 
 def _digest(text: str) -> int:

@@ -85,7 +85,7 @@ class Answer(Response):
                     await JSONResponse(content, 200, headers)(scope, receive, send)
             return 200, None
         except ClientError as error:
-            refusal = refusal_of(error, gateway.guard.retry_after_s())
+            refusal = refusal_of(error, gateway.guard.retry_after_s(), running.asked.kind)
             failure = str(error)
         except Refusal as fault:
             refusal, failure = fault, str(fault.code)

@@ -112,7 +112,10 @@ class Gateway:
         metrics.requests.labels("shadow" if request.is_shadow else path, arm, status).inc()
         if request.ttft_ns is not None:
             metrics.ttft.labels(arm).observe(request.ttft_ns / 1e9)
+        if request.status == 200:
             self.token_at_s[arm] = time.monotonic()
+        elif request.is_unavailable:  # until a probe, or another request, has a token again
+            self.token_at_s.pop(arm, None)
         if request.status == 200:
             metrics.e2e.labels(arm).observe(request.e2e_ns / 1e9)
         icl = metrics.icl.labels(arm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from toolkit.gateway.arms import Arms
     from toolkit.gateway.backends import Backend
 
-__all__ = ["backend_of", "gateway_of", "one_arm", "server_address"]
+__all__ = ["backend_of", "gateway_of", "is_listening", "one_arm", "server_address"]
 
+CONNECT_S = 2.0
 PORTS = {"grpc": "Triton's gRPC, which toolkit serve prints", "http": "vLLM's own server"}
 
 
@@ -54,6 +56,16 @@ def server_address(config: DeploymentConfig, written: str) -> str:
             "not an address of a server", where=written, hint=f"Give host:port of {PORTS[scheme]}."
         )
     return rest
+
+
+def is_listening(address: str) -> bool:
+    """Whether something takes connections at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+            return True
+    except OSError:
+        return False
 
 
 def backend_of(config: DeploymentConfig, url: str) -> Backend:

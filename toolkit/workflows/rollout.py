@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
@@ -77,7 +77,10 @@ def set_aside(file: Path) -> None:
 
 
 def status_of(file: Path) -> dict[str, Any]:
-    """What a roll-out's journal says, as JSON. Raises UsageError if there is none."""
+    """What a roll-out's journal says, as JSON. is_run: whether a process runs it now. Raises
+    UsageError if there is none.
+    """
+    from toolkit.gateway.journal import is_written
     from toolkit.gateway.rollout import read_state
 
     found = read_state(file)
@@ -86,12 +89,12 @@ def status_of(file: Path) -> dict[str, Any]:
             "there is no roll-out", where=file, hint="Start one: toolkit rollout run CONFIG ADDRESS"
         )
     begin, state = found
-    return {"ids": begin["ids"], **state.summary()}
+    return {"ids": begin["ids"], "is_run": is_written(file), **state.summary()}
 
 
-def order_rollback(file: Path, why: str) -> bool:
-    """Roll back: True if it is done, False if the process that runs the roll-out was told. Raises
-    UsageError if there is no roll-out.
+def order_rollback(file: Path, why: str) -> Literal["done", "told", "already done"]:
+    """Roll back; told: the process that runs the roll-out does it. Raises UsageError if there is no
+    roll-out.
     """
     from toolkit.gateway.journal import Journal
     from toolkit.gateway.rollout import decision, read_state
@@ -99,7 +102,9 @@ def order_rollback(file: Path, why: str) -> bool:
     found = read_state(file)
     if found is None:
         status_of(file)  # says so
-        return False
+        return "told"
+    if found[1].outcome == "rolled back":
+        return "already done"
     try:
         journal = Journal(file)
     except UsageError:
@@ -113,12 +118,12 @@ def order_rollback(file: Path, why: str) -> bool:
             ):  # a full disk has no room for the reason, which an order can do without
                 raise
         part.replace(order)
-        return False
+        return "told"
     try:
         journal.add(decision(found[1], "rolled back", found[1].step, why), lasting=True)
     finally:
         journal.close()
-    return True
+    return "done"
 
 
 def take_orders(rollout: Rollout, file: Path) -> None:
