@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.checkpoints.tokenizer import load_tokenizer
 from toolkit.cli import app
 from toolkit.config.load import load_config
 
@@ -180,7 +181,9 @@ def test_the_architecture_page_names_every_package() -> None:
 
 
 def test_the_first_yaml_of_the_readme_is_the_quickstart(tmp_path: Path) -> None:
-    """The same deployment, without comments and defaults."""
+    """The same deployment, without comments and defaults, and without the limit of calibration
+    texts, which cuts none of them.
+    """
     lines = README.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 12
     (tmp_path / "readme.yaml").write_text(lines, encoding="utf-8")
@@ -188,4 +191,13 @@ def test_the_first_yaml_of_the_readme_is_the_quickstart(tmp_path: Path) -> None:
     shown = load_config(tmp_path / "readme.yaml").model_dump(mode="json")
     shipped = load_config(ROOT / "configs" / "quickstart.yaml").model_dump(mode="json")
     moved = json.loads(json.dumps(shown).replace(str(tmp_path), str(ROOT / "configs")))
+    limits = [config["calibration"].pop("calib_max_seq_length") for config in (moved, shipped)]
     assert moved == shipped
+    tokenizer = load_tokenizer(ROOT / "configs" / "quickstart" / "target")
+    rows = [
+        json.loads(line)
+        for name in ("calib", "heldout")
+        for line in (ROOT / f"configs/quickstart/data/{name}.jsonl").read_text().splitlines()
+    ]
+    longest = max(len(tokenizer.encode(row["text"]).ids) for row in rows)
+    assert longest == min(limits)
