@@ -45,6 +45,13 @@ def test_help_is_the_reviewed_one(tmp_path: Path, golden: Callable[[str, str], N
     golden("help.txt", f"\n{'-' * 110}\n\n".join(texts))
 
 
+def test_no_summary_of_a_command_is_cut_at_80_columns(tmp_path: Path) -> None:
+    text = toolkit_here("--help", cwd=tmp_path, COLUMNS="80").stdout
+    summaries = [line for line in text.partition("Commands:")[2].splitlines() if line.strip()]
+    assert len(summaries) == len(COMMANDS) + len(GROUPS)
+    assert not [line for line in summaries if line.endswith("...")]
+
+
 def test_a_plan_says_whether_it_can_work(tmp_path: Path) -> None:
     config = str(Path(__file__).parents[2] / "configs" / "llama70b.yaml")
     good = toolkit_here("plan", config, cwd=tmp_path)

@@ -55,7 +55,10 @@ def build_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Pair, quantize, compile, package and validate; unchanged stages are reused."""
+    """Run all stages up to the verdict; unchanged ones are reused.
+
+    The stages are pair, quantize, compile, package and validate.
+    """
     build_stages(config, until, fresh, overrides, rehash, as_json, rehearse=rehearse)
 
 
@@ -76,9 +79,7 @@ def _add_stage_command(stage: str, help_text: str) -> None:
 
 
 _add_stage_command("pair", "Prove that draft and target belong together.")
-_add_stage_command(
-    "quantize", "Quantize both checkpoints, and measure how much quality that costs."
-)
+_add_stage_command("quantize", "Quantize both checkpoints, and measure the loss of quality.")
 _add_stage_command("compile", "Compile both engines into engines/NAME/.")
 _add_stage_command("package", "Write the Triton model repository to triton_repo/NAME/.")
 

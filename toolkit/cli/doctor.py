@@ -33,7 +33,7 @@ def root(
 
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
-    """List what works on this machine and what is missing, and say how to fix it."""
+    """List what works here, what is missing, and how to fix it."""
     from toolkit.engines.embedded.toolchain import compiler_path
     from toolkit.engines.vllm.environment import find_environment
     from toolkit.plan.doctor import diagnose

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 def explain(
     config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False
 ) -> None:
-    """Say for each stage whether it would be reused, or which parts of its key have changed."""
+    """Say for each stage whether it would be reused, or why not.
+
+    A stage runs again if a part of its key has changed; these parts are listed.
+    """
     from toolkit.pipeline.store import Store
     from toolkit.workflows.build import explain_build
 

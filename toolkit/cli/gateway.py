@@ -31,12 +31,12 @@ def gateway(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Put OpenAI's protocol in front of a served deployment, and run until Ctrl-C.
+    """Put OpenAI's protocol in front of a served deployment.
 
-    /v1/chat/completions (with the target's chat template), /v1/completions, /v1/models, /health,
-    /metrics, and a page at / to try it. API keys come from the environment variable
-    TOOLKIT_API_KEYS, separated by commas; without it no key is needed. toolkit serve --gateway
-    starts server and gateway together.
+    It runs until Ctrl-C, and has /v1/chat/completions (with the target's chat template),
+    /v1/completions, /v1/models, /health, /metrics, and a page at / to try it. API keys come
+    from the environment variable TOOLKIT_API_KEYS, separated by commas; without it no key is
+    needed. toolkit serve --gateway starts server and gateway together.
     """
     from toolkit.workflows.gateway import gateway_of, one_arm, server_address
 

@@ -75,7 +75,7 @@ def generate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Stream one completion to the terminal, and print its tokens/s and acceptance."""
+    """Stream one completion, with its tokens/s and acceptance."""
     if not is_unicode(prompt):
         raise UsageError(
             "the prompt has bytes that are not UTF-8, or half of a surrogate pair",

@@ -45,9 +45,9 @@ def init(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a commented YAML for a target and a draft, with values read from their checkpoints.
+    """Write a commented YAML for a target and a draft.
 
-    `toolkit plan` accepts this YAML as it is written.
+    Its values are read from their checkpoints. `toolkit plan` accepts this YAML as it is written.
     """
     from toolkit.plan.make import gpu_from_user
     from toolkit.plan.suggest import suggest

@@ -52,9 +52,10 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say whether a deployment can work, what it needs, how fast it can be and what will run.
+    """Say whether a deployment can work, and what will run.
 
-    It also lists the settings that will be changed silently.
+    It also says what memory it needs, how fast it can be, and which settings will be changed
+    silently.
     """
     from toolkit.workflows.plan import plan_as_pytorch, plan_of
 

@@ -47,10 +47,11 @@ def serve(
     rehash: Rehash = False,
     debug: Debug = False,
 ) -> None:
-    """Start the server of the packaged repository, and run it until Ctrl-C.
+    """Serve the packaged repository until Ctrl-C.
 
-    That is tritonserver, and for engine.kind vllm vLLM's own server. It listens on free ports on
-    loopback. --set triton.http_port=8000 (also grpc_port, metrics_port and host) chooses them.
+    The server is tritonserver, and for engine.kind vllm vLLM's own server. It listens on free
+    ports on loopback. --set triton.http_port=8000 (also grpc_port, metrics_port and host)
+    chooses them.
     """
     import time
 

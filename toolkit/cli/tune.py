@@ -87,7 +87,10 @@ def tune_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure acceptance and cost, and say which draft and draft length pay off, if any does."""
+    """Say which draft and draft length pay off, if any does.
+
+    Acceptance and cost are measured.
+    """
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
     from toolkit.records.advice import Advice, Grid

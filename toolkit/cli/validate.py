@@ -43,7 +43,10 @@ def validate_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Serve the repository, measure it and judge it; the report is in build/reports/NAME/."""
+    """Serve the repository, measure it and judge it.
+
+    The report is in build/reports/NAME/.
+    """
     if replay is not None:
         if config is not None:
             raise UsageError(
