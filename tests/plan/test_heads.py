@@ -179,10 +179,10 @@ def test_a_head_over_pipeline_ranks_is_refused() -> None:
 
 def test_a_head_has_to_reach_as_far_as_the_target(tmp_path: Path) -> None:
     keys = with_head(tmp_path, draft_vocab_size=200)
-    keys["engine"] = {"kind": "trtllm_pytorch", "max_input_len": 200, "max_seq_len": 300}
+    keys["engine"] = {"kind": "trtllm_pytorch", "max_input_len": 200, "max_seq_len": 1100}
     keys["target__checkpoint"] = "meta-llama/Llama-3.3-70B-Instruct"
     what, _ = refused("draft-seq-len", **keys)
-    assert what.startswith("max_seq_len 300 is beyond the draft's 256 positions")
+    assert what.startswith("max_seq_len 1100 is beyond the draft's 1024 positions")
 
 
 MTP = {"draft": None, "speculation__kind": "mtp"}
