@@ -158,7 +158,7 @@ def test_what_failed_later_has_ended_then() -> None:
             return Exchange(began, time.monotonic_ns(), failure="no connection")
 
     (one,), due = asyncio.run(run_open(Hanging(), [0.0], [0]))
-    assert one.sent_ns == due[0] and one.ended_ns - due[0] > 0.04 * NS
+    assert one.sent_ns >= due[0] and one.ended_ns - due[0] > 0.04 * NS
 
 
 def test_of_many_at_once_the_first_do_not_wait_for_the_last() -> None:

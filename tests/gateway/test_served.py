@@ -123,7 +123,7 @@ def test_a_refusal_names_the_client_s_key(server: TritonServer) -> None:
 
         def error(path: str = "/v1/completions", **keys: Any) -> Any:
             status, _, answer = post(url, path, keys)
-            assert status == 400
+            assert status == 400, answer
             return answer["error"]
 
         assert error(**body(num_draft_tokens=99))["param"] == "num_draft_tokens"

@@ -55,9 +55,6 @@ __all__ = [
 STUB_TIMEOUT_S = 300
 STARTED_AGAIN = "tritonserver died at start and is started once more"
 EXIT_TIMEOUT_S = 5  # how long a stopping server waits for running requests
-# Triton keeps so many finished requests of gRPC for reuse (8 by default), each with the memory of
-# the largest message that it ever held. Making one anew takes microseconds.
-KEPT_REQUESTS = 0
 # As model.yaml (YAML) or config.pbtxt (text format of protobuf) state it.
 PACKAGED_VERSION = re.compile(
     r'package_version(?:: |"\s+value:? \{\s+string_value: ")(?P<version>\d+)'
@@ -184,7 +181,6 @@ def server_arguments(repository: Path, config: TritonConfig) -> list[str]:
     return [
         *arguments,
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        f"--grpc-infer-allocation-pool-size={KEPT_REQUESTS}",
         f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_S}",
     ]
 
