@@ -142,7 +142,7 @@ def test_a_nan_stays_one_and_stays_with_its_token(kernels: KernelOps, kind: str,
 
 @pytest.mark.parametrize("kind", ["float32", "w8a16", "w8a8", "fp8"])
 @pytest.mark.parametrize(("hidden", "dim", "inner"), [(96, 32, 160), (37, 24, 45)])
-def test_half_a_layer_in_one_call_equals_its_parts(
+def test_layers_in_one_call_equal_their_parts(
     kernels: KernelOps, kind: str, hidden: int, dim: int, inner: int
 ) -> None:
     """The parts between the linears are torch's then. A code on the edge may flip by that: most
@@ -176,14 +176,22 @@ def test_half_a_layer_in_one_call_equals_its_parts(
         padded = -(-dim // 16) * 16
         return torch.zeros(2, kv_heads, dim, capacity), torch.zeros(2, kv_heads, capacity, padded)
 
-    for whole, parts in (
-        (kernels.attend(x, layer, caches(), step), Ops.attend(kernels, x, layer, caches(), step)),
-        (kernels.feed_forward(x, layer), Ops.feed_forward(kernels, x, layer)),
-    ):
-        difference = (whole - parts).abs().amax(-1) / parts.abs().max()
-        assert (difference < 1e-5).float().mean() > 0.7
-        assert difference.max() < (0.05 if kind in ("w8a8", "fp8") else 1e-5)
-        assert (whole - x).abs().max() > 0.01
+    whole = kernels.layers(x, [layer, layer], [caches(), caches()], step)
+    parts = Ops.layers(kernels, x, [layer, layer], [caches(), caches()], step)
+    difference = (whole - parts).abs().amax(-1) / parts.abs().max()
+    assert (difference < 1e-5).float().mean() > 0.7
+    assert difference.max() < (0.05 if kind in ("w8a8", "fp8") else 1e-5)
+    assert (whole - x).abs().max() > 0.01
+
+
+def test_layers_refuse_tensors_of_more_layers_than_caches(kernels: KernelOps) -> None:
+    tensors = [torch.ones(1, 4)] * 2
+    with pytest.raises(RuntimeError, match="more layers than caches"):
+        kernels._layers(torch.ones(1, 1, 4), tensors, [3], [], [], *[torch.zeros(1)] * 5, 1e-5)
+    with pytest.raises(RuntimeError, match="numbers are missing"):
+        kernels._layers(
+            torch.ones(1, 1, 4), [], [], tensors[:1], tensors[:1], *[torch.zeros(1)] * 5, 1e-5
+        )
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])

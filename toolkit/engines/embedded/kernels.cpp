@@ -79,20 +79,63 @@ inline Floats load(const float* from, int64_t count) { return count >= kLanes ? 
 
 inline void store(float* to, Floats v, int64_t count) { count >= kLanes ? store(to, v) : store_few(to, v, count); }
 
-// Uninitialized memory for one call. It begins at the start of a cache line.
+// Memory that a thread takes and gives back like a stack. A forward takes some at a hundred places,
+// and malloc would need as long as a small model's arithmetic. It grows to the most that was taken at
+// a time.
+class Arena {
+ public:
+  ~Arena() { std::free(data_); }
+
+  // nullptr if there is no memory.
+  char* take(size_t bytes) {
+    if (used_ + bytes <= size_) {
+      taken_ += bytes, used_ += bytes;
+      return data_ + used_ - bytes;
+    }
+    char* more = allocated(bytes);
+    if (more) taken_ += bytes, most_ = std::max(most_, taken_);
+    return more;
+  }
+
+  void give_back(char* from, size_t bytes) {
+    taken_ -= bytes;
+    if (data_ <= from && from < data_ + size_) {
+      used_ -= bytes;
+    } else {
+      std::free(from);
+    }
+    if (taken_ == 0 && most_ > size_) {
+      std::free(data_);
+      data_ = allocated(most_);
+      size_ = data_ ? most_ : 0;
+    }
+  }
+
+ private:
+  static char* allocated(size_t bytes) { return static_cast<char*>(std::aligned_alloc(64, bytes)); }
+
+  char* data_ = nullptr;
+  size_t size_ = 0, used_ = 0;   // of data_
+  size_t taken_ = 0, most_ = 0;  // with what did not fit into it
+};
+
+thread_local Arena arena;
+
+// Uninitialized memory until the end of its block. It begins at the start of a cache line.
 template <typename V>
 class Scratch {
  public:
-  explicit Scratch(int64_t count) : data_(static_cast<V*>(std::aligned_alloc(64, (count * sizeof(V) + 127) / 64 * 64))) {
+  explicit Scratch(int64_t count) : bytes_((count * sizeof(V) + 127) / 64 * 64), data_(arena.take(bytes_)) {
     TORCH_CHECK(data_, "no memory for ", count, " numbers of scratch");
   }
-  ~Scratch() { std::free(data_); }
+  ~Scratch() { arena.give_back(data_, bytes_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  operator V*() const { return data_; }
+  operator V*() const { return reinterpret_cast<V*>(data_); }
 
  private:
-  V* data_;
+  size_t bytes_;
+  char* data_;
 };
 
 // Subtract zero rather than add it: x - 0 is x for every x, -0 included, so that the compiler keeps
@@ -235,28 +278,20 @@ void share(int64_t tasks, int64_t work, const F& f) {
   });
 }
 
-const float* data_or_null(const std::optional<Tensor>& t) { return t.has_value() ? t->const_data_ptr<float>() : nullptr; }
+// The numbers of a tensor that may be missing.
+template <typename V = float>
+const V* data_or_null(const std::optional<Tensor>& t) { return t.has_value() ? t->const_data_ptr<V>() : nullptr; }
 
-// A packed linear, as an operator gets it: weight [blocks, k, 64] float32 | bfloat16 | uint8 (E4M3
-// bits), whose activations are floats; [blocks, k/2, 64, 2] bfloat16 | uint8, whose activations are
-// rounded, too; [blocks, k/4, 64, 4] int8 with a `start`, whose activations are codes, of 8 bits at
-// input_scale or of 16 without. scale [rows] of the weights; input_scale []; pre_scale [k]; bias
-// [rows].
+// A packed linear: weight [blocks, k, 64] float32 | bfloat16 | uint8 (E4M3 bits), whose activations
+// are floats; [blocks, k/2, 64, 2] bfloat16 | uint8, whose activations are rounded, too;
+// [blocks, k/4, 64, 4] int8 with a `start`, whose activations are codes, of 8 bits at input_scale or
+// of 16 without. What is missing is null.
 struct Linear {
   const Tensor& weight;
-  const std::optional<Tensor>&scale, &input_scale, &pre_scale, &bias, &start;
+  const float *scale, *input_scale, *pre_scale, *bias;  // [rows] of the weights, [], [k], [rows]
+  const int32_t* start;                                 // [blocks * 64]
   int64_t rows;
 };
-
-// The same as parameters of an operator, in its schema, and made of the parameters.
-#define LINEAR_PARAMETERS(name) \
-  const Tensor &name, const std::optional<Tensor>&name##_scale, const std::optional<Tensor>&name##_input_scale, \
-  const std::optional<Tensor>&name##_pre_scale, const std::optional<Tensor>&name##_bias, const std::optional<Tensor>&name##_start, \
-  int64_t name##_rows
-#define LINEAR_SCHEMA(name) \
-  "Tensor " #name ", Tensor? " #name "_scale, Tensor? " #name "_input_scale, Tensor? " #name "_pre_scale, Tensor? " #name "_bias, " \
-  "Tensor? " #name "_start, int " #name "_rows"
-#define LINEAR_OF(name) {name, name##_scale, name##_input_scale, name##_pre_scale, name##_bias, name##_start, name##_rows}
 
 // What is done with a row of products: it is scaled, the bias is added, then `onto` is added.
 struct Finish {
@@ -561,7 +596,7 @@ void store_floats(const float* x, int64_t m, int64_t k, const float* fp8_scale, 
 // Weights by float activations.
 template <typename W>
 void project_floats(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
-  TORCH_CHECK(linear.weight.size(1) == k && !linear.input_scale.has_value(), "linear: weight does not fit the input");
+  TORCH_CHECK(linear.weight.size(1) == k && !linear.input_scale, "linear: weight does not fit the input");
   project_rows<FloatDot<W>>(x, m, k, linear.weight, finish);
 }
 
@@ -571,7 +606,7 @@ void project_pairs(const float* x, int64_t m, int64_t k, const Linear& linear, c
   int64_t steps = linear.weight.size(1) * D::kStepsPerPair;
   TORCH_CHECK(linear.weight.size(1) == (k + 1) / 2, "linear: weight does not fit the input");
   Scratch<typename D::Group> rows(m * steps);
-  store_floats(x, m, k, linear.input_scale.has_value() ? &finish.factor : nullptr, steps, static_cast<typename D::Group*>(rows));
+  store_floats(x, m, k, linear.input_scale ? &finish.factor : nullptr, steps, static_cast<typename D::Group*>(rows));
   project_rows<D>(rows, m, steps, linear.weight, finish);
 }
 
@@ -600,8 +635,8 @@ inline void store_fours(CodeDot::Group* to, const uint32_t* fours, int64_t count
 // NaN then, which makes all of the token's results NaN.
 float store_codes(const float* x, int64_t k, const Linear& linear, float input_scale, int64_t steps, CodeDot::Group* to) {
   constexpr float kLargest = 32767.0f, kTiny = 1e-30f;
-  const float* pre = data_or_null(linear.pre_scale);
-  bool is_wide = !linear.input_scale.has_value();
+  const float* pre = linear.pre_scale;
+  bool is_wide = !linear.input_scale;
   float scale = input_scale;
   if (is_wide) {
     Floats largest = splat(kTiny);
@@ -636,7 +671,7 @@ float store_codes(const float* x, int64_t k, const Linear& linear, float input_s
 // INT8 by codes of 8 or 16 bits. `start` is -128 * (sum of the row's weights), which cancels the
 // 128 of the codes, or of the high bytes.
 void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& of_call) {
-  int64_t steps = linear.weight.size(1) * CodeDot::kStepsPerFour, planes = linear.input_scale.has_value() ? 1 : 2;
+  int64_t steps = linear.weight.size(1) * CodeDot::kStepsPerFour, planes = linear.input_scale ? 1 : 2;
   TORCH_CHECK(linear.weight.size(1) == (k + 3) / 4, "linear: weight does not fit the input");
   Scratch<CodeDot::Group> rows(m * planes * steps);
   Scratch<float> scales(m);
@@ -645,7 +680,7 @@ void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, c
   });
   Finish finish = of_call;
   finish.factors = scales;
-  const int32_t* start = linear.start->const_data_ptr<int32_t>();
+  const int32_t* start = linear.start;
   dot_linear<CodeDot>(rows, m * planes, steps, linear.weight.const_data_ptr(), linear.weight.size(0), [&](int64_t first, const Ints* sums) {
     for (int64_t t = 0; t < m; ++t)
       for (int64_t j = 0; j < kVectors && first + j * kLanes < finish.rows; ++j) {
@@ -660,9 +695,9 @@ void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, c
 // out [m, rows] = linear(x [m, k]) + onto.
 void project(const float* x, int64_t m, int64_t k, const Linear& linear, const float* onto, float* out) {
   TORCH_CHECK(linear.weight.is_contiguous() && linear.weight.size(0) * kBlock >= linear.rows, "linear: weight is not packed for its rows");
-  float factor = linear.input_scale.has_value() ? *linear.input_scale->const_data_ptr<float>() : 1.0f;
-  Finish finish{data_or_null(linear.scale), data_or_null(linear.bias), onto, factor, linear.rows, out};
-  if (linear.start.has_value()) return project_codes(x, m, k, linear, finish);
+  float factor = linear.input_scale ? *linear.input_scale : 1.0f;
+  Finish finish{linear.scale, linear.bias, onto, factor, linear.rows, out};
+  if (linear.start) return project_codes(x, m, k, linear, finish);
   auto dtype = linear.weight.scalar_type();
   bool is_paired = linear.weight.dim() == 4;
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, "linear: weight dtype ", dtype);
@@ -677,12 +712,14 @@ const float* floats(const Tensor& x) {
 }
 
 // x [..., k] float32 -> [..., rows] float32.
-Tensor linear(const Tensor& x, LINEAR_PARAMETERS(weight)) {
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& input_scale,
+              const std::optional<Tensor>& pre_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& start, int64_t rows) {
   auto sizes = x.sizes().vec();
   int64_t k = sizes.back();
-  sizes.back() = weight_rows;
+  sizes.back() = rows;
   Tensor out = at::empty(sizes, x.options());
-  project(floats(x), x.numel() / k, k, LINEAR_OF(weight), nullptr, out.mutable_data_ptr<float>());
+  Linear parts{weight, data_or_null(scale), data_or_null(input_scale), data_or_null(pre_scale), data_or_null(bias), data_or_null<int32_t>(start), rows};
+  project(floats(x), x.numel() / k, k, parts, nullptr, out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -725,17 +762,14 @@ void gated(const float* gate_up, int64_t m, int64_t k, float* out) {
   });
 }
 
-// hidden [..., k] + down(silu(gate) * up), where gate and up are computed from norm(hidden).
-Tensor feed_forward(const Tensor& hidden, const Tensor& norm, LINEAR_PARAMETERS(gate_up), LINEAR_PARAMETERS(down), double eps) {
-  const float* x = floats(hidden);
-  int64_t k = hidden.size(-1), m = hidden.numel() / k, inner = gate_up_rows / 2;
-  Tensor out = at::empty(hidden.sizes(), hidden.options());
-  Scratch<float> normed(m * k), both(m * gate_up_rows), mixed(m * inner);
-  rms_norm(x, m, k, floats(norm), static_cast<float>(eps), normed);
-  project(normed, m, k, LINEAR_OF(gate_up), nullptr, both);
+// hidden [m, k] += down(silu(gate) * up), where gate and up are computed from norm(hidden).
+void feed_forward(float* hidden, int64_t m, int64_t k, const float* norm, const Linear& gate_up, const Linear& down, float eps) {
+  int64_t inner = gate_up.rows / 2;
+  Scratch<float> normed(m * k), both(m * gate_up.rows), mixed(m * inner);
+  rms_norm(hidden, m, k, norm, eps, normed);
+  project(normed, m, k, gate_up, nullptr, both);
   gated(both, m, inner, mixed);
-  project(mixed, m, inner, LINEAR_OF(down), x, out.mutable_data_ptr<float>());
-  return out;
+  project(mixed, m, inner, down, hidden, hidden);
 }
 
 // ---- attention ----------------------------------------------------------------------------------
@@ -874,36 +908,31 @@ void rotate(const float* from, const float* norm, float eps, const float* cos, c
   }
 }
 
-// The caches of a layer and where a step writes in them; see `attention`.
-struct Cache {
-  const Tensor &keys, &values, &slots, &lengths, &starts, &cos, &sin;
-  const std::optional<Tensor>&q_norm, &k_norm, &k_scale, &v_scale;
+// The caches and settings of a layer's attention; what is missing is null. See `attention`.
+struct Attention {
+  const Tensor &keys, &values;
+  const float *q_norm, *k_norm, *k_scale, *v_scale;  // [dim] twice, [] twice
   int64_t heads, window;
   float eps;
 };
 
-#define CACHE_PARAMETERS \
-  Tensor keys, Tensor values, const Tensor &slots, const Tensor &lengths, const Tensor &starts, const Tensor &cos, const Tensor &sin, \
-  const std::optional<Tensor>&q_norm, const std::optional<Tensor>&k_norm, const std::optional<Tensor>&k_scale, \
-  const std::optional<Tensor>&v_scale, int64_t heads, int64_t window, double eps
-#define CACHE_SCHEMA \
-  "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor starts, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, " \
-  "Tensor? k_scale, Tensor? v_scale, int heads, int window, float eps"
-#define CACHE_OF_PARAMETERS {keys, values, slots, lengths, starts, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)}
+// Where a step writes its tokens: see `attention`.
+struct Step {
+  const Tensor &slots, &lengths, &starts, &cos, &sin;
+};
 
 // The tokens of sequence b are those from start[b] up to the start of the next one, or up to the last.
 template <typename C>
-void attention_heads(const float* qkv, int64_t tokens, const Cache& cache, float* out) {
-  Heads h{cache.heads, cache.keys.size(1), cache.keys.size(2), cache.values.size(3), cache.keys.size(3)};
-  int64_t batch = cache.slots.size(0), group = h.heads / h.kv_heads, window = cache.window;
-  const int64_t* start = cache.starts.const_data_ptr<int64_t>();
+void attention_heads(const float* qkv, int64_t tokens, const Attention& how, const Step& step, float* out) {
+  Heads h{how.heads, how.keys.size(1), how.keys.size(2), how.values.size(3), how.keys.size(3)};
+  int64_t batch = step.slots.size(0), group = h.heads / h.kv_heads, window = how.window;
+  const int64_t* start = step.starts.const_data_ptr<int64_t>();
   auto count_of = [&](int64_t b) { return (b + 1 < batch ? start[b + 1] : tokens) - start[b]; };
-  const int64_t *slot = cache.slots.const_data_ptr<int64_t>(), *length = cache.lengths.const_data_ptr<int64_t>();
-  const float *q_norm = data_or_null(cache.q_norm), *k_norm = data_or_null(cache.k_norm);
-  const float *c = cache.cos.const_data_ptr<float>(), *s = cache.sin.const_data_ptr<float>();
+  const int64_t *slot = step.slots.const_data_ptr<int64_t>(), *length = step.lengths.const_data_ptr<int64_t>();
+  const float *c = step.cos.const_data_ptr<float>(), *s = step.sin.const_data_ptr<float>();
   constexpr bool kFp8 = std::is_same_v<C, CachedFp8>;
-  float k_scale = kFp8 ? *cache.k_scale->const_data_ptr<float>() : 1.0f, v_scale = kFp8 ? *cache.v_scale->const_data_ptr<float>() : 1.0f;
-  C *key_cache = static_cast<C*>(cache.keys.mutable_data_ptr()), *value_cache = static_cast<C*>(cache.values.mutable_data_ptr());
+  float k_scale = kFp8 ? *how.k_scale : 1.0f, v_scale = kFp8 ? *how.v_scale : 1.0f;
+  C *key_cache = static_cast<C*>(how.keys.mutable_data_ptr()), *value_cache = static_cast<C*>(how.values.mutable_data_ptr());
   int64_t longest = 0, most = 1;
   for (int64_t b = 0; b < batch; ++b) {
     int64_t n = count_of(b);
@@ -911,7 +940,7 @@ void attention_heads(const float* qkv, int64_t tokens, const Cache& cache, float
     longest = std::max(longest, length[b] + n);
     most = std::max(most, std::min(kQueries, group * n));
   }
-  TORCH_CHECK(longest <= h.capacity && longest <= cache.cos.size(0), "attention: the cache ends before position ", longest);
+  TORCH_CHECK(longest <= h.capacity && longest <= step.cos.size(0), "attention: the cache ends before position ", longest);
   int64_t reach = (longest + kLanes - 1) / kLanes * kLanes;
   int64_t half = h.dim / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
   float scale = k_scale / std::sqrt(static_cast<float>(h.dim));
@@ -934,7 +963,7 @@ void attention_heads(const float* qkv, int64_t tokens, const Cache& cache, float
       for (int64_t t = 0; t < n; ++t) {
         const float* token = of_row + t * stride;
         int64_t place = length[b] + t;
-        rotate(token + (h.heads + head) * h.dim, k_norm, cache.eps, c + place * half, s + place * half, h.dim, all.rotated);
+        rotate(token + (h.heads + head) * h.dim, how.k_norm, how.eps, c + place * half, s + place * half, h.dim, all.rotated);
         const float* v = token + (h.heads + h.kv_heads + head) * h.dim;
         for (int64_t d = 0; d < h.dim; d += kLanes) {
           int64_t count = std::min(kLanes, h.dim - d);
@@ -949,7 +978,7 @@ void attention_heads(const float* qkv, int64_t tokens, const Cache& cache, float
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group, at = length[b] + t;
           float* to = all.rotated + i * h.padded;
-          rotate(of_row + t * stride + which * h.dim, q_norm, cache.eps, c + at * half, s + at * half, h.dim, to);
+          rotate(of_row + t * stride + which * h.dim, how.q_norm, how.eps, c + at * half, s + at * half, h.dim, to);
           for (int64_t d = 0; d < h.dim; ++d) to[d] *= scale;
           all.at[i] = at;
         }
@@ -965,13 +994,13 @@ void attention_heads(const float* qkv, int64_t tokens, const Cache& cache, float
   });
 }
 
-void attention_floats(const float* qkv, int64_t tokens, const Cache& cache, float* out) {
-  TORCH_CHECK(cache.keys.is_contiguous() && cache.values.is_contiguous(), "attention: contiguous caches");
-  switch (cache.keys.scalar_type()) {
-    case at::kFloat: return attention_heads<float>(qkv, tokens, cache, out);
-    case at::kBFloat16: return attention_heads<Bf16>(qkv, tokens, cache, out);
-    case at::kByte: return attention_heads<CachedFp8>(qkv, tokens, cache, out);
-    default: TORCH_CHECK(false, "attention: cache dtype ", cache.keys.scalar_type());
+void attention_floats(const float* qkv, int64_t tokens, const Attention& how, const Step& step, float* out) {
+  TORCH_CHECK(how.keys.is_contiguous() && how.values.is_contiguous(), "attention: contiguous caches");
+  switch (how.keys.scalar_type()) {
+    case at::kFloat: return attention_heads<float>(qkv, tokens, how, step, out);
+    case at::kBFloat16: return attention_heads<Bf16>(qkv, tokens, how, step, out);
+    case at::kByte: return attention_heads<CachedFp8>(qkv, tokens, how, step, out);
+    default: TORCH_CHECK(false, "attention: cache dtype ", how.keys.scalar_type());
   }
 }
 
@@ -980,24 +1009,100 @@ void attention_floats(const float* qkv, int64_t tokens, const Cache& cache, floa
 // values [slots, kv_heads, capacity, padded], both float32, bfloat16 or uint8 (E4M3 bits at k_scale,
 // v_scale []), which are written in place after the first `lengths` [batch] positions of `slots` [batch];
 // cos, sin [positions, dim / 2]; window 0: unbounded. Returns [..., heads dim].
-Tensor attention(const Tensor& qkv, CACHE_PARAMETERS) {
+Tensor attention(const Tensor& qkv, const Tensor& keys, const Tensor& values, const Tensor& slots, const Tensor& lengths, const Tensor& starts,
+                 const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
+                 const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
   Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * keys.size(2)}, qkv.options());
-  Cache cache = CACHE_OF_PARAMETERS;
-  attention_floats(floats(qkv), qkv.size(0) * qkv.size(1), cache, out.mutable_data_ptr<float>());
+  Attention how{keys, values, data_or_null(q_norm), data_or_null(k_norm), data_or_null(k_scale), data_or_null(v_scale),
+                heads, window, static_cast<float>(eps)};
+  attention_floats(floats(qkv), qkv.size(0) * qkv.size(1), how, {slots, lengths, starts, cos, sin}, out.mutable_data_ptr<float>());
   return out;
 }
 
-// hidden [batch, n, k] + o(attention(qkv(norm(hidden)))).
-Tensor attend(const Tensor& hidden, const Tensor& norm, LINEAR_PARAMETERS(qkv), LINEAR_PARAMETERS(o), CACHE_PARAMETERS) {
-  const float* x = floats(hidden);
-  int64_t m = hidden.size(0) * hidden.size(1), k = hidden.size(2), inner = heads * keys.size(2);
-  Cache cache = CACHE_OF_PARAMETERS;
+// hidden [m, k] += o(attention(qkv(norm(hidden)))).
+void attend(float* hidden, int64_t m, int64_t k, const float* norm, const Linear& qkv, const Linear& o, const Attention& how, const Step& step) {
+  int64_t inner = how.heads * how.keys.size(2);
+  Scratch<float> normed(m * k), three(m * qkv.rows), mixed(m * inner);
+  rms_norm(hidden, m, k, norm, how.eps, normed);
+  project(normed, m, k, qkv, nullptr, three);
+  attention_floats(three, m, how, step, mixed);
+  project(mixed, m, inner, o, hidden, hidden);
+}
+
+// ---- layers -------------------------------------------------------------------------------------
+
+// Reads the tensors and numbers of layers in the order in which kernels.py writes them. Of each
+// layer come the numbers first: bit i of the first one says whether the i-th tensor exists.
+class Reader {
+ public:
+  Reader(at::TensorList tensors, at::IntArrayRef numbers) : tensors_(tensors), numbers_(numbers) {}
+
+  int64_t number() {
+    TORCH_CHECK(next_number_ < numbers_.size(), "layers: numbers are missing");
+    return numbers_[next_number_++];
+  }
+
+  void begin_layer() { exists_ = number(); }
+
+  const Tensor& tensor() {
+    const Tensor* tensor = tensor_or_null();
+    TORCH_CHECK(tensor, "layers: a tensor is missing");
+    return *tensor;
+  }
+
+  template <typename V = float>
+  const V* data() {
+    const Tensor* tensor = tensor_or_null();
+    return tensor ? tensor->const_data_ptr<V>() : nullptr;
+  }
+
+  Linear linear() {
+    const Tensor& weight = tensor();
+    const float *scale = data(), *input_scale = data(), *pre_scale = data(), *bias = data();
+    const int32_t* start = data<int32_t>();
+    return {weight, scale, input_scale, pre_scale, bias, start, number()};
+  }
+
+  bool is_at_end() const { return next_tensor_ == tensors_.size() && next_number_ == numbers_.size(); }
+
+ private:
+  const Tensor* tensor_or_null() {
+    bool exists = exists_ & 1;
+    exists_ >>= 1;
+    if (!exists) return nullptr;
+    TORCH_CHECK(next_tensor_ < tensors_.size(), "layers: tensors are missing");
+    return &tensors_[next_tensor_++];
+  }
+
+  at::TensorList tensors_;
+  at::IntArrayRef numbers_;
+  size_t next_tensor_ = 0, next_number_ = 0;
+  int64_t exists_ = 0;
+};
+
+// All layers one after the other: hidden [..., k] float32 -> the same shape. One call for all of them,
+// since in a small model the calls take as long as the arithmetic. keys and values have one tensor
+// per layer, which is written in place.
+Tensor layers(const Tensor& hidden, at::TensorList tensors, at::IntArrayRef numbers, at::TensorList keys, at::TensorList values,
+              const Tensor& slots, const Tensor& lengths, const Tensor& starts, const Tensor& cos, const Tensor& sin, double eps) {
+  int64_t k = hidden.size(-1), m = hidden.numel() / k;
   Tensor out = at::empty(hidden.sizes(), hidden.options());
-  Scratch<float> normed(m * k), three(m * qkv_rows), mixed(m * inner);
-  rms_norm(x, m, k, floats(norm), cache.eps, normed);
-  project(normed, m, k, LINEAR_OF(qkv), nullptr, three);
-  attention_floats(three, m, cache, mixed);
-  project(mixed, m, inner, LINEAR_OF(o), x, out.mutable_data_ptr<float>());
+  float* x = out.mutable_data_ptr<float>();
+  std::copy_n(floats(hidden), m * k, x);
+  Reader read(tensors, numbers);
+  Step step{slots, lengths, starts, cos, sin};
+  TORCH_CHECK(keys.size() == values.size(), "layers: keys and values of each layer");
+  for (size_t i = 0; i < keys.size(); ++i) {
+    read.begin_layer();
+    int64_t heads = read.number(), window = read.number();
+    const float *input_norm = read.data(), *post_norm = read.data();
+    Linear qkv = read.linear(), o = read.linear(), gate_up = read.linear(), down = read.linear();
+    const float *q_norm = read.data(), *k_norm = read.data(), *k_scale = read.data(), *v_scale = read.data();
+    Attention how{keys[i], values[i], q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
+    attend(x, m, k, input_norm, qkv, o, how, step);
+    feed_forward(x, m, k, post_norm, gate_up, down, how.eps);
+  }
+  TORCH_CHECK(read.is_at_end(), "layers: there are tensors of more layers than caches");
   return out;
 }
 
@@ -1009,15 +1114,17 @@ Tensor attend(const Tensor& hidden, const Tensor& norm, LINEAR_PARAMETERS(qkv), 
 #define REGISTER_CPU(name, library) TORCH_LIBRARY_IMPL(name, CPU, library)
 
 REGISTER(TOOLKIT_NAMESPACE, library) {
-  library.def("linear(Tensor x, " LINEAR_SCHEMA(weight) ") -> Tensor");
-  library.def("attention(Tensor qkv, " CACHE_SCHEMA ") -> Tensor");
-  library.def("attend(Tensor hidden, Tensor norm, " LINEAR_SCHEMA(qkv) ", " LINEAR_SCHEMA(o) ", " CACHE_SCHEMA ") -> Tensor");
-  library.def("feed_forward(Tensor hidden, Tensor norm, " LINEAR_SCHEMA(gate_up) ", " LINEAR_SCHEMA(down) ", float eps) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? input_scale, Tensor? pre_scale, Tensor? bias, Tensor? start, int rows) -> Tensor");
+  library.def(
+      "attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor starts, Tensor cos, Tensor sin, "
+      "Tensor? q_norm, Tensor? k_norm, Tensor? k_scale, Tensor? v_scale, int heads, int window, float eps) -> Tensor");
+  library.def(
+      "layers(Tensor hidden, Tensor[] tensors, int[] numbers, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, Tensor lengths, "
+      "Tensor starts, Tensor cos, Tensor sin, float eps) -> Tensor");
 }
 
 REGISTER_CPU(TOOLKIT_NAMESPACE, library) {
   library.impl("linear", &linear);
   library.impl("attention", &attention);
-  library.impl("attend", &attend);
-  library.impl("feed_forward", &feed_forward);
+  library.impl("layers", &layers);
 }

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,14 +166,13 @@ def _register_shapes(name: str) -> None:
     def attention(qkv: Tensor, keys: Tensor, *rest: Any) -> Tensor:
         return qkv.new_empty((qkv.shape[0], qkv.shape[1], rest[-3] * keys.shape[2]))
 
-    def half_layer(hidden: Tensor, *_: Any) -> Tensor:
+    def layers(hidden: Tensor, *_: Any) -> Tensor:
         return hidden.new_empty(hidden.shape)
 
     shapes: dict[str, Callable[..., Tensor]] = {
         "linear": linear,
         "attention": attention,
-        "attend": half_layer,
-        "feed_forward": half_layer,
+        "layers": layers,
     }
     for operator, shape in shapes.items():
         torch.library.register_fake(f"{name}::{operator}", shape)
@@ -182,40 +181,58 @@ def _register_shapes(name: str) -> None:
 class KernelOps(Ops):
     """Ops that call the kernel library. Weights come from `pack`, caches from `kernel_caches`.
 
-    All arithmetic is in float32, for every dtype of the input. Half a layer is one call, since in a
+    All arithmetic is in float32, for every dtype of the input. All layers are one call, since in a
     small model the calls themselves take as long as the arithmetic.
     """
 
     def __init__(self, name: str) -> None:
         operators = getattr(torch.ops, name)
         self._linear, self._attention = operators.linear.default, operators.attention.default
-        self._attend, self._feed_forward = operators.attend.default, operators.feed_forward.default
+        self._layers = operators.layers.default
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return _as(x, self._linear(x.float().contiguous(), *_linear(linear)))
+        return _as(x, self._linear(x.float().contiguous(), *_tensors(linear), linear.rows))
 
     def attention(
         self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention
     ) -> Tensor:
-        return _as(qkv, self._attention(qkv.float(), *_attention(cache, step, how)))
+        settings = (*_scales(how), how.heads, how.window or 0, how.eps)
+        return _as(qkv, self._attention(qkv.float(), *cache, *_where(step), *settings))
 
-    def attend(
-        self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step
+    def layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Layer],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        step: Step,
     ) -> Tensor:
-        parts = (*_linear(layer.qkv), *_linear(layer.o), *_attention(cache, step, layer.attention))
-        return _as(hidden, self._attend(hidden.float(), layer.input_norm, *parts))
-
-    def feed_forward(self, hidden: Tensor, layer: Layer) -> Tensor:
-        parts = (*_linear(layer.gate_up), *_linear(layer.down), layer.attention.eps)
-        return _as(hidden, self._feed_forward(hidden.float(), layer.post_norm, *parts))
+        tensors, numbers = _flat(layers)
+        keys, values = [keys for keys, _ in caches], [values for _, values in caches]
+        eps = layers[0].attention.eps
+        out = self._layers(hidden.float(), tensors, numbers, keys, values, *_where(step), eps)
+        return _as(hidden, out)
 
 
 def _as(x: Tensor, result: Tensor) -> Tensor:
     return result.to(x.dtype)
 
 
-def _linear(linear: Linear) -> tuple[Any, ...]:
-    """The tensors of a linear in the order of the operators' arguments."""
+def _flat(layers: Sequence[Layer]) -> tuple[list[Tensor], list[int]]:
+    """The tensors and numbers of layers in the order in which kernels.cpp reads them (`Reader`)."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    for layer in layers:
+        how, linears = layer.attention, (layer.qkv, layer.o, layer.gate_up, layer.down)
+        parts = [layer.input_norm, layer.post_norm]
+        parts += [part for linear in linears for part in _tensors(linear)]
+        parts += _scales(how)
+        exists = sum(1 << i for i, part in enumerate(parts) if part is not None)
+        tensors += [part for part in parts if part is not None]
+        numbers += [exists, how.heads, how.window or 0, *(linear.rows for linear in linears)]
+    return tensors, numbers
+
+
+def _tensors(linear: Linear) -> tuple[Tensor | None, ...]:
     return (
         linear.weight,
         linear.scale,
@@ -223,23 +240,15 @@ def _linear(linear: Linear) -> tuple[Any, ...]:
         linear.pre_scale,
         linear.bias,
         linear.start,
-        linear.rows,
     )
 
 
-def _attention(cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> tuple[Any, ...]:
-    """Cache, step and attention in the order of the operators' arguments."""
-    where = (*cache, step.slots, step.lengths, step.starts, step.cos, step.sin)
-    return (
-        *where,
-        how.q_norm,
-        how.k_norm,
-        how.k_scale,
-        how.v_scale,
-        how.heads,
-        how.window or 0,
-        how.eps,
-    )
+def _scales(how: Attention) -> tuple[Tensor | None, ...]:
+    return how.q_norm, how.k_norm, how.k_scale, how.v_scale
+
+
+def _where(step: Step) -> tuple[Tensor, ...]:
+    return step.slots, step.lengths, step.starts, step.cos, step.sin
 
 
 def kernel_caches(

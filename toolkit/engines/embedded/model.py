@@ -1,8 +1,7 @@
 """The fused decoder as plain functions. Every faster implementation is compared with it.
 
 `decode` is the whole model. It gets the operations that have kernels as an `Ops`: linear,
-attention, and the two halves of a layer, which consist of them. TorchOps computes them in plain
-torch, in any dtype and on any device; it also runs if there is no C++ compiler. The host tells it
+attention, and the layers, which consist of them. TorchOps computes them in plain torch, in any dtype and on any device; it also runs if there is no C++ compiler. The host tells it
 what it has to know of a step, so that no operation waits for a GPU. KV caches are one (k, v) pair
 per layer, written in place: [slots, kv_heads, capacity, head_dim].
 """
@@ -10,6 +9,7 @@ per layer, written in place: [slots, kv_heads, capacity, head_dim].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -150,8 +150,8 @@ class Native:
 
 
 class Ops(ABC):
-    """The operations that may have kernels. The two halves of a layer, `attend` and `feed_forward`,
-    consist of linear and attention; a kernel may compute a half in one call.
+    """The operations that may have kernels. `layers` consists of linear and attention; a kernel may
+    compute it in one call.
     """
 
     @abstractmethod
@@ -162,13 +162,25 @@ class Ops(ABC):
         self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention
     ) -> Tensor: ...
 
-    def attend(
+    def layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Layer],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        step: Step,
+    ) -> Tensor:
+        """hidden [1, t, hidden] after all of these layers, one after the other."""
+        for layer, cache in zip(layers, caches, strict=True):
+            hidden = self._feed_forward(self._attend(hidden, layer, cache, step), layer)
+        return hidden
+
+    def _attend(
         self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step
     ) -> Tensor:
         qkv = self.linear(rms_norm(hidden, layer.input_norm, layer.attention.eps), layer.qkv)
         return hidden + self.linear(self.attention(qkv, cache, step, layer.attention), layer.o)
 
-    def feed_forward(self, hidden: Tensor, layer: Layer) -> Tensor:
+    def _feed_forward(self, hidden: Tensor, layer: Layer) -> Tensor:
         both = self.linear(rms_norm(hidden, layer.post_norm, layer.attention.eps), layer.gate_up)
         gate, up = both.chunk(2, dim=-1)
         return hidden + self.linear(F.silu(gate) * up, layer.down)
@@ -235,8 +247,7 @@ def decode(
     part of a small model's time.
     """
     hidden = F.embedding(tokens[None], weights.embed).to(dtype)  # [1, t, hidden]
-    for layer, cache in zip(weights.layers, caches, strict=True):
-        hidden = ops.feed_forward(ops.attend(hidden, layer, cache, step), layer)
+    hidden = ops.layers(hidden, weights.layers, caches, step)
     hidden = hidden[0].index_select(0, columns)
     return logits_of(hidden, weights.norm, weights.lm_head, weights.eps, ops)
 

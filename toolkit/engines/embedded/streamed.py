@@ -160,7 +160,7 @@ def _through(
         part = hidden[:, start : start + CHUNK_TOKENS]
         groups = groups_of(first, first + start, first, part.shape[1], cos, sin)
         step = Step(zero, zero + start, zero, cos, sin, groups)
-        parts.append(ops.feed_forward(ops.attend(part, layer, cache, step), layer))
+        parts.append(ops.layers(part, (layer,), (cache,), step))
     return torch.cat(parts, dim=1)
 
 
