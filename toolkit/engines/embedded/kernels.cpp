@@ -293,7 +293,7 @@ struct Linear {
   int64_t rows;
 };
 
-// What is done with a row of products: it is scaled, the bias is added, then `onto` is added.
+// What is done with the products: they are scaled, the bias is added, then `onto` is added.
 struct Finish {
   const float *scale, *bias, *onto;  // onto [m, rows] may be `out` itself
   float factor;                      // of the scale,
@@ -301,21 +301,37 @@ struct Finish {
   float* out;
   const float* factors = nullptr;  // or one for each token
 
-  // Write a vector of numbers of token t, or fewer at the end of the row.
-  void operator()(int64_t t, int64_t row, Floats v) const {
-    int64_t place = t * rows + row;
-    float by = factors ? factors[t] : factor;
-    if (row + kLanes <= rows) {
-      if (scale) v *= load<Floats>(scale + row) * by;
-      if (bias) v += load<Floats>(bias + row);
-      if (onto) v += load<Floats>(onto + place);
-      store(out + place, v);
-      return;
+  // Write the outputs of m tokens for the block of weights whose rows begin at `first`. product(t, j)
+  // is vector j of token t.
+  template <typename P>
+  void operator()(int64_t first, int64_t m, const P& product) const {
+    for (int64_t j = 0; j < kVectors && first + j * kLanes < rows; ++j) {
+      int64_t row = first + j * kLanes;
+      if (row + kLanes > rows) return last(row, m, [&](int64_t t) { return product(t, j); });
+      Floats of_row = scale ? load<Floats>(scale + row) : Floats{};
+      for (int64_t t = 0; t < m; ++t) {
+        Floats v = product(t, j);
+        if (scale) v *= of_row * by(t);
+        if (bias) v += load<Floats>(bias + row);
+        if (onto) v += load<Floats>(onto + t * rows + row);
+        store(out + t * rows + row, v);
+      }
     }
-    for (int64_t i = 0; row + i < rows; ++i) {
-      float y = scale ? v[i] * (scale[row + i] * by) : v[i];
-      if (bias) y += bias[row + i];
-      out[place + i] = onto ? y + onto[place + i] : y;
+  }
+
+ private:
+  float by(int64_t t) const { return factors ? factors[t] : factor; }
+
+  // The same for the end of the rows, which is no whole vector.
+  template <typename P>
+  void last(int64_t row, int64_t m, const P& product) const {
+    for (int64_t t = 0; t < m; ++t) {
+      Floats v = product(t);
+      for (int64_t i = 0; row + i < rows; ++i) {
+        float y = scale ? v[i] * (scale[row + i] * by(t)) : v[i];
+        if (bias) y += bias[row + i];
+        out[t * rows + row + i] = onto ? y + onto[t * rows + row + i] : y;
+      }
     }
   }
 };
@@ -557,9 +573,7 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
 template <typename D>
 void project_rows(const typename D::Group* x, int64_t m, int64_t steps, const Tensor& weight, const Finish& finish) {
   dot_linear<D>(x, m, steps, weight.const_data_ptr(), weight.size(0), [&](int64_t first, const Floats* sums) {
-    for (int64_t t = 0; t < m; ++t)
-      for (int64_t j = 0; j < kVectors && first + j * kLanes < finish.rows; ++j)
-        finish(t, first + j * kLanes, sums[t * kVectors + j]);
+    finish(first, m, [&](int64_t t, int64_t j) { return sums[t * kVectors + j]; });
   });
 }
 
@@ -682,13 +696,11 @@ void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, c
   finish.factors = scales;
   const int32_t* start = linear.start;
   dot_linear<CodeDot>(rows, m * planes, steps, linear.weight.const_data_ptr(), linear.weight.size(0), [&](int64_t first, const Ints* sums) {
-    for (int64_t t = 0; t < m; ++t)
-      for (int64_t j = 0; j < kVectors && first + j * kLanes < finish.rows; ++j) {
-        const Ints* sum = sums + t * planes * kVectors + j;
-        Floats v = __builtin_convertvector(*sum + load<Ints>(start + first + j * kLanes), Floats);
-        if (planes == 2) v = v * 256.0f + __builtin_convertvector(sum[kVectors], Floats);
-        finish(t, first + j * kLanes, v);
-      }
+    finish(first, m, [&](int64_t t, int64_t j) {
+      const Ints* sum = sums + t * planes * kVectors + j;
+      Floats v = __builtin_convertvector(*sum + load<Ints>(start + first + j * kLanes), Floats);
+      return planes == 2 ? v * 256.0f + __builtin_convertvector(sum[kVectors], Floats) : v;
+    });
   });
 }
 

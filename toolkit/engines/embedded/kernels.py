@@ -223,7 +223,7 @@ def _flat(layers: Sequence[Layer]) -> tuple[list[Tensor], list[int]]:
     numbers: list[int] = []
     for layer in layers:
         how, linears = layer.attention, (layer.qkv, layer.o, layer.gate_up, layer.down)
-        parts = [layer.input_norm, layer.post_norm]
+        parts: list[Tensor | None] = [layer.input_norm, layer.post_norm]
         parts += [part for linear in linears for part in _tensors(linear)]
         parts += _scales(how)
         exists = sum(1 << i for i, part in enumerate(parts) if part is not None)

@@ -1,9 +1,10 @@
 """The fused decoder as plain functions. Every faster implementation is compared with it.
 
 `decode` is the whole model. It gets the operations that have kernels as an `Ops`: linear,
-attention, and the layers, which consist of them. TorchOps computes them in plain torch, in any dtype and on any device; it also runs if there is no C++ compiler. The host tells it
-what it has to know of a step, so that no operation waits for a GPU. KV caches are one (k, v) pair
-per layer, written in place: [slots, kv_heads, capacity, head_dim].
+attention, and the layers, which consist of them. TorchOps computes them in plain torch, in any
+dtype and on any device; it also runs if there is no C++ compiler. The host tells it what it has to
+know of a step, so that no operation waits for a GPU. KV caches are one (k, v) pair per layer,
+written in place: [slots, kv_heads, capacity, head_dim].
 """
 
 from __future__ import annotations
