@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from toolkit.words import (
     AttnBackend,
@@ -29,12 +29,14 @@ from toolkit.words import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 __all__ = [
     "MAX_PENALTY",
+    "ChainingEngine",
     "CopyingEngine",
     "Engine",
     "EngineBackend",
@@ -243,6 +245,33 @@ class CopyingEngine(Protocol):
     def copy(self, source: int, slot: int, length: int) -> None:
         """Replace what `slot` holds by the first `length` tokens of `source`, which has as many and
         keeps its own. A forward then gives the same logits, bit for bit, as in `source`.
+        """
+        ...
+
+
+@runtime_checkable
+class ChainingEngine(Protocol):
+    """A StepEngine that runs the tokens that it chooses itself, as a draft does."""
+
+    def forward_chain(
+        self,
+        slots: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        temperatures: Sequence[float],
+        uniforms: Sequence[Sequence[float]],
+    ) -> tuple[list[list[int]], NDArray[Any] | None]:
+        """Run rows[i] after the cached prefix of slots[i], choose a token from the last logits, run
+        it, and so on, until counts[i] tokens are chosen. The last one is not run. counts are 1 or
+        more, and fall.
+
+        temperatures: 0 chooses the most likely token, of equal ones the first. Else it is drawn
+        from the softmax of logits / temperature with one of uniforms[i], counts[0] numbers in
+        [0, 1).
+
+        Returns the tokens of each row, and what they were drawn from [rows, counts[0], vocab],
+        which is undefined where the temperature is 0; None if all are 0. From where logits are not
+        finite on, a row's tokens are -1. A slot has grown by its row and counts[i] - 1 tokens.
         """
         ...
 

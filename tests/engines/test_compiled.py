@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -22,8 +23,10 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from tests.engines.contract import StepEngineContract
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import TOKENS, Export
+from tests.support.step_engines import chained
 from toolkit.engines.embedded.compile import private_cache
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
+from toolkit.engines.embedded.package import PackagedEngine
 from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.registry import backend, loader
 from toolkit.engines.stage import compile_engine, fingerprint
@@ -73,7 +76,7 @@ def eager_engine(
 
 
 @pytest.fixture(scope="module")
-def loaded(quantized_engine: CompiledEngine) -> EmbeddedEngine:
+def loaded(quantized_engine: CompiledEngine) -> PackagedEngine:
     return loader("torch").load(quantized_engine.path)  # type: ignore[return-value]
 
 
@@ -106,6 +109,104 @@ def test_compiled_equals_the_kernels_step_by_step(
     )
     assert difference.median() < 1e-5
     assert difference.max() < 0.1
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.9, 0.0, 1e-30), (0.5, 1.0, 2.0)])
+def test_a_chain_chooses_as_single_forwards_do(
+    loaded: PackagedEngine, temperatures: tuple[float, ...]
+) -> None:
+    """Rows of other widths and counts, of which some are drawn: the same tokens, and the same
+    probabilities up to their rounding.
+    """
+    slots, rows, counts = [2, 0, 1], [list(b"def "), list(b"x"), list(b"return")], [5, 3, 1]
+    uniforms = np.random.default_rng(1).random((3, 5)).tolist()
+    uniforms[0][:2] = [0.0, np.nextafter(1.0, 0.0)]
+    arguments = (slots, rows, counts, temperatures, uniforms)
+
+    def begin() -> None:
+        for slot in range(3):
+            loaded.rewind([slot], [0])
+            loaded.forward([slot], torch.tensor([list(b"class A")]))
+
+    begin()
+    expected_ids, expected = chained(loaded, *arguments)
+    begin()
+    ids, probabilities = loaded.forward_chain(*arguments)
+    assert ids == expected_ids
+    lengths = [7 + len(row) + count - 1 for row, count in zip(rows, counts, strict=True)]
+    assert [loaded.length(slot) for slot in slots] == lengths
+    assert (probabilities is None) == (expected is None) == (not any(temperatures))
+    for index, count in enumerate(counts):
+        if probabilities is None or expected is None or temperatures[index] == 0.0:
+            continue
+        for depth in range(count):
+            assert probabilities[index, depth, ids[index][depth]] > 0
+            np.testing.assert_allclose(
+                probabilities[index, depth], expected[index, depth], rtol=1e-4, atol=1e-30
+            )
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_tokens_of_a_chain_are_drawn_by_their_probabilities(loaded: PackagedEngine) -> None:
+    """With evenly spaced numbers, each token comes as often as its probability says, up to one."""
+    many, counts = 2000, np.zeros(loaded.vocab_size)
+    for index in range(many):
+        loaded.rewind([0], [0])
+        ids, probabilities = loaded.forward_chain(
+            [0], [list(b"def")], [1], [1.5], [[(index + 0.5) / many]]
+        )
+        counts[ids[0][0]] += 1
+    assert probabilities is not None
+    assert np.abs(counts - many * probabilities[0, 0]).max() <= 1.01
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_without_finite_logits_chooses_nothing_and_spoils_no_other(
+    plain_engine: CompiledEngine, temperature: float
+) -> None:
+    engine = loader("torch").load(plain_engine.path)
+    assert isinstance(engine, PackagedEngine)
+    rows, uniforms = [list(b"abc"), list(b"abc")], [[0.3] * 4] * 2
+    for slot in (0, 1):
+        engine.forward([slot], torch.tensor([list(b"text")]))
+    whole, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms)
+    assert whole[0] == whole[1]
+    engine.rewind([0, 1], [4, 4])
+    for cache in engine._caches:
+        cache[1, :, 2] = float("nan")
+    ids, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms)
+    assert ids == [whole[0], [-1] * 4]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slots", "rows", "counts", "message"),
+    [
+        ([0, 1], [[1], [2]], [1, 2], "falling"),
+        ([0, 1], [[1], [2]], [1], "each needs one"),
+        ([0], [[]], [1], "tokens per sequence"),
+        ([0, 0], [[1], [1]], [1, 1], "one distinct slot"),
+        ([9], [[1]], [1], "not all in this engine"),
+        ([0], [[1]], [200], "do not fit max_seq_len"),
+    ],
+)
+def test_a_chain_that_does_not_fit_is_refused(
+    loaded: PackagedEngine,
+    slots: list[int],
+    rows: list[list[int]],
+    counts: list[int],
+    message: str,
+) -> None:
+    loaded.rewind(range(3), [0] * 3)
+    with pytest.raises(ValueError, match=message):
+        loaded.forward_chain(slots, rows, counts, [0.0] * len(slots), [])
+    assert loaded.length(0) == 0
 
 
 @needs_compiler

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.step_engines import TableEngine
+from tests.support.step_engines import ChainingTableEngine, TableEngine
 from toolkit.speculative.costs import StepCosts, measured_costs
 
 FLAT = [[0.0] * 5, *([1000.0] * 5 for _ in range(3))]  # widths 1 to 3, up to 4 rows
@@ -54,6 +55,22 @@ def test_the_engines_are_timed_and_left_free() -> None:
     assert costs.probe_ns(1) > costs.draft_ns(1)
     assert [target.length(slot) for slot in range(6)] == [0] * 6
     assert [draft.length(slot) for slot in range(6)] == [0] * 6
+
+
+def test_a_draft_that_chains_is_timed_by_the_chain() -> None:
+    """A call of an engine that needs 500 nanoseconds for it and none for its forwards."""
+
+    class Chaining(ChainingTableEngine):
+        def forward_chain(self, *arguments: Any) -> Any:
+            clock.now += 500
+            return super().forward_chain(*arguments)
+
+    clock = Clock()
+    draft = Chaining(1, max_batch_size=4)
+    costs = measured_costs(TimedEngine(clock, max_batch_size=4), draft, 5, clock)
+    assert costs.draft_ns(1) == costs.draft_ns(4) == 100
+    assert set(draft.chains) == {(5,), (5, 5), (5, 5, 5, 5)}
+    assert [draft.length(slot) for slot in range(4)] == [0] * 4
 
 
 def test_drafts_without_an_engine_cost_nothing() -> None:

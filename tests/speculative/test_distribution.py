@@ -26,7 +26,7 @@ from tests.support.accept_rules import (
     without_residual,
 )
 from tests.support.runtimes import make_request, make_runtime, serve
-from tests.support.step_engines import ForgetfulRewind, TableEngine
+from tests.support.step_engines import ChainingTableEngine, ForgetfulRewind, TableEngine
 from toolkit.interfaces import Sampling
 from toolkit.speculative.acceptance import RULES, Rejection
 from toolkit.speculative.sampling import Floats, Penalties, weights
@@ -68,13 +68,14 @@ def p_value(
     acceptance: str,
     *,
     target: type[TableEngine] = TableEngine,
+    draft: type[TableEngine] = TableEngine,
     **options: Any,
 ) -> float:
     """P-value of a G-test of RUNS outputs. Outputs that are expected fewer than five times are
     pooled.
     """
     runtime = make_runtime(
-        engine(1, target), engine(2), max_draft_len=2, max_queue_size=RUNS, **options
+        engine(1, target), engine(2, draft), max_draft_len=2, max_queue_size=RUNS, **options
     )
     requests = [
         make_request(PROMPT, TOKENS, f"r{seed}", seed=seed, acceptance=acceptance, **fields)
@@ -93,10 +94,25 @@ def p_value(
     return float(chi2.sf(statistic, len(pairs) - 1))
 
 
+@pytest.mark.parametrize("draft", [TableEngine, ChainingTableEngine])
 @pytest.mark.parametrize("acceptance", ["rejection", "sample_match", "coupled"])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_outputs_are_distributed_as_the_targets_own(name: str, acceptance: str) -> None:
-    assert p_value(SAMPLINGS[name], acceptance) > ALPHA
+def test_outputs_are_distributed_as_the_targets_own(
+    name: str, acceptance: str, draft: type[TableEngine]
+) -> None:
+    assert p_value(SAMPLINGS[name], acceptance, draft=draft) > ALPHA
+
+
+class MistakesProbabilities(Rejection):
+    """Broken: drafts that the engine drew count as drawn from all tokens alike."""
+
+    def adopt(self, token: int, probs: Floats | None = None) -> None:
+        assert probs is not None
+        super().adopt(token, np.full_like(probs, 1.0 / len(probs)))
+
+
+def test_wrong_probabilities_of_chained_drafts_are_detected() -> None:
+    assert_detected("plain", factory=MistakesProbabilities, draft=ChainingTableEngine)
 
 
 class WithoutPenaltiesInBlock(Rejection):

@@ -19,7 +19,7 @@ from tests.support.runtimes import (
     serve,
     serve_one,
 )
-from tests.support.step_engines import FailingEngine, TableEngine
+from tests.support.step_engines import ChainingTableEngine, FailingEngine, TableEngine
 from toolkit.errors import RequestError, UsageError
 from toolkit.interfaces import TokenEvent
 from toolkit.speculative.runtime import QueueFull
@@ -206,14 +206,15 @@ def test_numbers_that_are_not_finite_end_one_request_and_no_other(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("acceptance", ["rejection", "coupled", "sample_match"])
 @pytest.mark.parametrize("fed", [3, 5])
+@pytest.mark.parametrize("kind", [TableEngine, ChainingTableEngine])
 def test_a_draft_that_is_not_finite_leaves_its_request_to_plain_decoding(
-    temperature: float, acceptance: str, fed: int
+    temperature: float, acceptance: str, fed: int, kind: Any
 ) -> None:
     """fed: from how many tokens in the draft's cache on its numbers are bad, so that it is with
     the first or in the middle of a block.
     """
 
-    class Poisoned(TableEngine):
+    class Poisoned(kind):  # type: ignore[misc]
         def forward(
             self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
         ) -> torch.Tensor:

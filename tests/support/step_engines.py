@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from toolkit.interfaces import Sampling, StepEngine
+from toolkit.speculative.sampling import draw, normalised, weights
 
 LOOK_BACK = 4  # tokens that the logits depend on
 
@@ -104,6 +108,57 @@ class PackingTableEngine(TableEngine):
             for slot, row, count in zip(slots, rows, wanted, strict=True)
         ]
         return torch.cat(parts)
+
+
+class ChainingTableEngine(TableEngine):
+    """A TableEngine that runs the tokens that it chooses itself. chains: how many tokens each row
+    of each call was to have.
+    """
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        super().__init__(seed, **settings)
+        self.chains: list[tuple[int, ...]] = []
+
+    def forward_chain(
+        self,
+        slots: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        temperatures: Sequence[float],
+        uniforms: Sequence[Sequence[float]],
+    ) -> tuple[list[list[int]], NDArray[Any] | None]:
+        self.chains.append(tuple(counts))
+        return chained(self, slots, rows, counts, temperatures, uniforms)
+
+
+def chained(
+    engine: StepEngine,
+    slots: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    temperatures: Sequence[float],
+    uniforms: Sequence[Sequence[float]],
+) -> tuple[list[list[int]], NDArray[Any] | None]:
+    """ChainingEngine.forward_chain, row by row and token by token."""
+    assert list(counts) == sorted(counts, reverse=True) and min(counts) > 0
+    probs = np.full((len(slots), counts[0], engine.vocab_size), np.nan)
+    ids: list[list[int]] = []
+    for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        ids.append([])
+        fed = list(row)
+        for depth in range(counts[index]):
+            logits = engine.forward([slot], torch.tensor([fed]), last_only=True)[0].numpy()
+            if -1 in ids[-1] or not np.isfinite(logits.max()):
+                token = -1
+            elif temperatures[index] == 0.0:
+                token = int(logits[0].argmax())
+            else:
+                sampling = Sampling(temperature=temperatures[index])
+                probs[index, depth] = normalised(weights(logits, sampling))[0]
+                token = draw(probs[index, depth], uniforms[index][depth])
+            ids[-1].append(token)
+            fed = [max(token, 0)]
+    return ids, probs if any(temperatures) else None
 
 
 class ForgetfulRewind(TableEngine):

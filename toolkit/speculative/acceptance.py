@@ -29,10 +29,12 @@ import numpy as np
 from toolkit.errors import RequestError
 from toolkit.interfaces import GenerationRequest, Sampling
 from toolkit.speculative.sampling import (
+    MIN_TEMPERATURE,
     ExponentialRace,
     Floats,
     Penalties,
     draw,
+    filters,
     normalised,
     weights,
 )
@@ -103,6 +105,10 @@ class Rule(Protocol):
     # True if propose and decide only take the argmax: the runtime may then do so for a whole batch
     # at once.
     is_argmax: bool
+    # If propose draws from the softmax of logits / temperature, with one number of draft_uniforms:
+    # that temperature, and 0 if it takes the argmax. An engine may then draw many drafts at once,
+    # which are adopted. None if it does anything else.
+    draft_temperature: float | None
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         """Choose the next draft token. logits [vocab]: the draft's, after `drafts`. position: the
@@ -110,9 +116,13 @@ class Rule(Protocol):
         """
         ...
 
-    def adopt(self, token: int) -> None:
-        """Take this token as the next draft. It was looked up, not drawn from a distribution, so
-        its draft probability is 1.
+    def draft_uniforms(self, count: int) -> list[float]:
+        """Numbers in [0, 1) for the next `count` drafts. They are not used at temperature 0."""
+        ...
+
+    def adopt(self, token: int, probs: Floats | None = None) -> None:
+        """Take this token as the next draft. It was drawn from probs [vocab], or, without them, it
+        was looked up or is the most likely one: its draft probability is 1.
         """
         ...
 
@@ -152,13 +162,18 @@ class _Penalised:
     """What all rules share: penalties, applied to a copy of the logits if the request has any."""
 
     is_argmax = False
+    draft_temperature: float | None = None
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         self._sampling = sampling
         has_penalties = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         self._penalties = Penalties(sampling, vocab_size) if has_penalties else None
+        self._is_plain = not has_penalties and not filters(sampling, vocab_size)
 
-    def adopt(self, token: int) -> None:
+    def draft_uniforms(self, count: int) -> list[float]:
+        return [0.0] * count
+
+    def adopt(self, token: int, probs: Floats | None = None) -> None:
         """Does nothing: this rule decides by the target's choices, not by draft probabilities."""
 
     def note(self, tokens: Sequence[int]) -> None:
@@ -189,10 +204,16 @@ class _Penalised:
         return weights(self._penalised(logits, drafts, first), self._sampling)
 
 
+def _temperature(sampling: Sampling) -> float:
+    """As `weights` takes it."""
+    return max(sampling.temperature, MIN_TEMPERATURE)
+
+
 class Greedy(_Penalised):
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
         self.is_argmax = self._penalties is None
+        self.draft_temperature = 0.0 if self.is_argmax else None
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return int(self._penalised(logits[None], drafts, len(drafts)).argmax())
@@ -220,16 +241,21 @@ class Rejection(_Penalised):
         self._random = random.Random(sampling.seed)
         self._draft_probs: list[Floats] = []
         self._vocab_size = vocab_size
+        self.draft_temperature = _temperature(sampling) if self._is_plain else None
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         probs = normalised(self._weights(logits[None], drafts, len(drafts))[0])
         self._draft_probs.append(probs)
         return draw(probs, self._random.random())
 
-    def adopt(self, token: int) -> None:
-        one_hot = np.zeros(self._vocab_size)
-        one_hot[token] = 1.0
-        self._draft_probs.append(one_hot)
+    def draft_uniforms(self, count: int) -> list[float]:
+        return [self._random.random() for _ in range(count)]
+
+    def adopt(self, token: int, probs: Floats | None = None) -> None:
+        if probs is None:
+            probs = np.zeros(self._vocab_size)
+            probs[token] = 1.0
+        self._draft_probs.append(probs)
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         target_probs = normalised(self._weights(logits, drafts, 0))
@@ -272,6 +298,10 @@ class SampleMatch(_Penalised):
         self._draft_random = random.Random(
             None if sampling.seed is None else f"draft {sampling.seed}"
         )
+        self.draft_temperature = _temperature(sampling) if self._is_plain else None
+
+    def draft_uniforms(self, count: int) -> list[float]:
+        return [self._draft_random.random() for _ in range(count)]
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         uniform = self._draft_random.random()
@@ -296,6 +326,7 @@ class VerifyOnly:
     """
 
     is_argmax = False
+    draft_temperature: float | None = None
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         plain_rule = Greedy if sampling.temperature == 0.0 else Coupled
@@ -304,7 +335,10 @@ class VerifyOnly:
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return self._rule.propose(logits, position, drafts)
 
-    def adopt(self, token: int) -> None:
+    def draft_uniforms(self, count: int) -> list[float]:
+        return [0.0] * count
+
+    def adopt(self, token: int, probs: Floats | None = None) -> None:
         """Does nothing: every draft is thrown away."""
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from toolkit.interfaces import StepEngine
+from toolkit.interfaces import ChainingEngine, StepEngine
 from toolkit.speculative.adaptive import PROBE_TOKENS
 
 __all__ = ["StepCosts", "measured_costs"]
@@ -30,6 +30,7 @@ FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 CONTEXT_TOKENS = 64  # that stand in each slot while the engines are timed
+ForwardChain = Callable[..., object]  # ChainingEngine's
 PASSES, BUDGET_NS = 6, 2_000_000_000  # over all figures: so often, but then none begins after this
 
 
@@ -135,9 +136,15 @@ def measured_costs(
     if draft is None:
         return StepCosts(verify, [0.0] * (largest + 1), 0.0)
     probe = (1, min(PROBE_TOKENS, draft.max_step_tokens))
-    fastest = _fastest(draft, [*((rows, 1) for rows in batches), probe], clock)
-    single = {rows: fastest[rows, 1] for rows in batches}
-    return StepCosts(verify, _between(single, largest), fastest[probe])
+    if isinstance(draft, ChainingEngine):
+        chains = [(rows, max_draft_len) for rows in batches]
+        took = _fastest(draft, chains, clock, draft.forward_chain)
+        single = {rows: took[rows, max_draft_len] / max_draft_len for rows in batches}
+    else:
+        took = _fastest(draft, [(rows, 1) for rows in batches], clock)
+        single = {rows: took[rows, 1] for rows in batches}
+    probing = _fastest(draft, [probe], clock)[probe]
+    return StepCosts(verify, _between(single, largest), probing)
 
 
 def _powers_of_two(below: int) -> Iterator[int]:
@@ -153,9 +160,13 @@ def _context(engine: StepEngine) -> int:
 
 
 def _fastest(
-    engine: StepEngine, shapes: Sequence[tuple[int, int]], clock: Callable[[], int]
+    engine: StepEngine,
+    shapes: Sequence[tuple[int, int]],
+    clock: Callable[[], int],
+    chain: ForwardChain | None = None,
 ) -> dict[tuple[int, int], float]:
-    """[rows, tokens] -> nanoseconds of the fastest of several forwards.
+    """[rows, tokens] -> nanoseconds of the fastest of several forwards, or of chains that choose so
+    many tokens.
 
     The fastest, since what disturbs a forward only makes it slower. All shapes take a turn in every
     pass, so that a busy moment does not hit one shape alone.
@@ -170,8 +181,11 @@ def _fastest(
     while passes < 2 or (passes <= PASSES and clock() - began < BUDGET_NS):
         for rows, width in shapes:
             start = clock()
-            # Reading one number back waits for a GPU, as choosing the token does.
-            float(engine.forward(slots[:rows], _zeros(rows, width))[0, 0, 0])
+            if chain is not None:
+                chain(slots[:rows], [[0]] * rows, [width] * rows, [0.0] * rows, [])
+            else:
+                # Reading one number back waits for a GPU, as choosing the token does.
+                float(engine.forward(slots[:rows], _zeros(rows, width))[0, 0, 0])
             took = float(clock() - start)
             engine.rewind(slots[:rows], [context] * rows)
             if passes:

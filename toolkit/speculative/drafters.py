@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from toolkit.interfaces import CopyingEngine, StepEngine
+from toolkit.interfaces import ChainingEngine, CopyingEngine, StepEngine
 from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.sampling import NOT_FINITE, argmax, to_host, token_rows
 
@@ -76,6 +76,7 @@ class ModelDrafter:
 
     def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
+        self._chains = isinstance(engine, ChainingEngine)  # asked once, since it takes some time
         # Per slot: how many leading tokens of the cache belong to the sequence.
         self._valid_tokens = [0] * engine.max_batch_size
 
@@ -89,19 +90,53 @@ class ModelDrafter:
         self._valid_tokens[slot] = start
 
     def propose(self, sequences: Slots[Sequence]) -> None:
-        rooms = {sequence.slot: sequence.draft_room() for sequence in sequences}
-        # The longest drafts come first, so the rows that go on are always the start of the list.
-        rows = sorted(sequences, key=lambda sequence: -rooms[sequence.slot])
-        for row in rows:
+        for row in sequences:
             if len(row.ids) - self._valid_tokens[row.slot] > MAX_LAG_TOKENS:
                 self.feed(row.slot, row.ids[:-1])
+        # The longest drafts come first, so the rows that go on are always the start of the list.
+        rows = sorted(sequences, key=lambda sequence: -sequence.draft_room())
+        chained = [row for row in rows if self._chains and row.rule.draft_temperature is not None]
+        if chained:
+            self._propose_chained(chained)
+        single = [row for row in rows if row not in chained] if len(chained) < len(rows) else []
+        if single:
+            self._propose_singly(single)
+        for sequence in sequences:
+            self._valid_tokens[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
+
+    def _propose_chained(self, rows: list[Sequence]) -> None:
+        """In one call of the engine, which feeds itself. rows: the longest drafts first."""
+        engine, counts = _chaining(self._engine), [row.draft_room() for row in rows]
+        slots, starts = [row.slot for row in rows], [self._valid_tokens[row.slot] for row in rows]
+        self._rewind(slots, starts)
+        tokens, probs = engine.forward_chain(
+            slots,
+            [row.ids[start:] for row, start in zip(rows, starts, strict=True)],
+            counts,
+            [row.rule.draft_temperature or 0.0 for row in rows],
+            [
+                # No more than it needs, so that a seed does not depend on the others.
+                row.rule.draft_uniforms(count) + [0.0] * (counts[0] - count)
+                for row, count in zip(rows, counts, strict=True)
+            ],
+        )
+        for index, row in enumerate(rows):
+            for depth, token in enumerate(tokens[index]):
+                row.draft_failed = token == NOT_FINITE
+                if row.draft_failed:
+                    break
+                row.drafts.append(token)
+                row.rule.adopt(token, probs[index, depth] if probs is not None else None)
+
+    def _propose_singly(self, rows: list[Sequence]) -> None:
+        """Token by token. rows: the longest drafts first."""
         # All rows have one width: if one cache is two tokens behind, a cache that is one behind
         # gets one token a second time.
         width = max(len(row.ids) - self._valid_tokens[row.slot] for row in rows)
         self._rewind([row.slot for row in rows], [len(row.ids) - width for row in rows])
         tokens = [row.ids[-width:] for row in rows]
-        for index in range(rooms[rows[0].slot]):
-            while rows and rooms[rows[-1].slot] <= index:
+        for index in range(rows[0].draft_room()):
+            while rows and rows[-1].draft_room() <= index:
                 rows.pop()
                 tokens.pop()
             if not rows:
@@ -116,8 +151,6 @@ class ModelDrafter:
                     row.drafts.append(token)
             rows = [row for row, token in chosen if token != NOT_FINITE]
             tokens = [[token] for _, token in chosen if token != NOT_FINITE]
-        for sequence in sequences:
-            self._valid_tokens[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
 
     def probe(self, sequences: Slots[Sequence], counts: Slots[int]) -> list[list[float]]:
         """One forward of the last tokens. If the cache ends long before them, the draft reads them
@@ -183,6 +216,11 @@ class ModelDrafter:
         engine = self._engine
         if any(engine.length(slot) != length for slot, length in zip(slots, lengths, strict=True)):
             engine.rewind(slots, lengths)
+
+
+def _chaining(engine: StepEngine) -> ChainingEngine:
+    assert isinstance(engine, ChainingEngine)
+    return engine
 
 
 class Lookup:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "MIN_TEMPERATURE",
     "NOT_FINITE",
     "ExponentialRace",
     "Floats",
@@ -35,6 +36,7 @@ __all__ = [
     "are_finite",
     "argmax",
     "draw",
+    "filters",
     "log_probability",
     "normalised",
     "to_host",
@@ -101,12 +103,17 @@ def weights(logits: Floats, sampling: Sampling) -> Floats:
     token_weights /= token_weights.dtype.type(max(sampling.temperature, MIN_TEMPERATURE))
     np.exp(token_weights, out=token_weights)
     vocab = token_weights.shape[-1]
-    has_top_k = 0 < sampling.top_k < vocab
-    if not has_top_k and sampling.top_p >= 1.0:
+    if not filters(sampling, vocab):
         return token_weights
+    has_top_k = 0 < sampling.top_k < vocab
     for row in token_weights:
         row *= row >= _smallest_kept(row, sampling.top_k if has_top_k else vocab, sampling.top_p)
     return token_weights
+
+
+def filters(sampling: Sampling, vocab_size: int) -> bool:
+    """Whether top_k or top_p leave tokens out."""
+    return 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0
 
 
 def _smallest_kept(row: Floats, top_k: int, top_p: float) -> Any:

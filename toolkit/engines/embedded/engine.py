@@ -132,6 +132,19 @@ class EmbeddedEngine:
         columns: tuple[int, ...],
     ) -> Tensor:
         """Append packed tokens [t], widths[i] of them to slots[i]. The logits [c, vocab]."""
+        places = self._places(slots, widths)
+        with torch.inference_mode():
+            logits = self._run(
+                tokens, self._index(tuple(slots)), places, self._index(starts), self._index(columns)
+            )
+        for slot, width in zip(slots, widths, strict=True):
+            self._lengths[slot] += width
+        return logits
+
+    def _places(self, slots: list[int], widths: Sequence[int], more: int = 0) -> Tensor:
+        """The lengths of the slots [b], after a check that so many tokens fit behind them, and
+        `more` that come one by one.
+        """
         if not (widths and min(widths) > 0 and max(widths) <= self.max_step_tokens):
             raise ValueError(
                 f"{widths} tokens per sequence; this engine takes 1 to {self.max_step_tokens} in"
@@ -148,19 +161,12 @@ class EmbeddedEngine:
             raise ValueError(
                 f"slots {slots} are not all in this engine, which has {self.max_batch_size} slots"
             ) from None
-        if max(lengths) + max(widths) > self._capacity or min(slots) < 0:
+        if max(lengths) + max(widths) + more > self._capacity or min(slots) < 0:
             raise ValueError(
-                f"{max(widths)} tokens after {max(lengths)} do not fit max_seq_len"
+                f"{max(widths) + more} tokens after {max(lengths)} do not fit max_seq_len"
                 f" {self.max_seq_len}"
             )
-        places = torch.from_numpy(np.array(lengths))  # takes a fourth of torch.tensor's time
-        with torch.inference_mode():
-            logits = self._run(
-                tokens, self._index(tuple(slots)), places, self._index(starts), self._index(columns)
-            )
-        for slot, width in zip(slots, widths, strict=True):
-            self._lengths[slot] += width
-        return logits
+        return torch.from_numpy(np.array(lengths))  # takes a fourth of torch.tensor's time
 
     def _index(self, values: tuple[int, ...]) -> Tensor:
         """The values as a tensor. It is kept, since making a tensor takes longer than a lookup."""

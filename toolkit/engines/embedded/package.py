@@ -6,17 +6,21 @@ there is one copy of every tensor, and a call passes four small tensors.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from toolkit.engines.embedded.compile import Decoder, prepare
 from toolkit.engines.embedded.directory import KERNELS, PACKAGE, WEIGHTS, EngineDirectory
-from toolkit.engines.embedded.engine import EmbeddedEngine, Runner
+from toolkit.engines.embedded.engine import EmbeddedEngine
 from toolkit.engines.embedded.kernels import caches_by_position, load_library
 from toolkit.engines.embedded.weights import load_weights
 from toolkit.errors import StageError
@@ -25,10 +29,57 @@ from toolkit.facts.embedded import slot_tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["load_package"]
+__all__ = ["PackagedEngine", "load_package"]
 
 
-def load_package(directory: EngineDirectory) -> EmbeddedEngine:
+class PackagedEngine(EmbeddedEngine):
+    """Implements ChainingEngine."""
+
+    def __init__(self, package: Any, **settings: Any) -> None:
+        super().__init__(package.run, **settings)
+        self._chain = package.chain
+
+    def forward_chain(
+        self,
+        slots: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        temperatures: Sequence[float],
+        uniforms: Sequence[Sequence[float]],
+    ) -> tuple[list[list[int]], NDArray[Any] | None]:
+        """See ChainingEngine.forward_chain. Raises ValueError for tokens or slots that do not fit,
+        and for counts that do not fall.
+        """
+        slots, widths = list(slots), [len(row) for row in rows]
+        if len(counts) != len(slots) or list(counts) != sorted(counts, reverse=True):
+            raise ValueError(
+                f"counts {list(counts)} for {len(slots)} rows; each needs one, falling"
+            )
+        places = self._places(slots, widths, counts[0] - 1)
+        ends = list(itertools.accumulate(widths))
+        starts = tuple(end - width for end, width in zip(ends, widths, strict=True))
+        columns = tuple(end - 1 for end in ends)
+        is_drawn = any(temperatures)
+        with torch.inference_mode():
+            ids, probabilities = self._chain(
+                torch.from_numpy(np.array([token for row in rows for token in row])),
+                self._index(tuple(slots)),
+                places,
+                self._index(starts),
+                self._index(columns),
+                self._index(tuple(counts)),
+                torch.from_numpy(np.array(temperatures, dtype=np.float32)),
+                torch.from_numpy(np.array(uniforms if is_drawn else [], dtype=np.float64)),
+            )
+        for slot, width, count in zip(slots, widths, counts, strict=True):
+            self._lengths[slot] += width + count - 1
+        return (
+            [chosen[:count] for chosen, count in zip(ids.tolist(), counts, strict=True)],
+            probabilities.numpy() if is_drawn else None,
+        )
+
+
+def load_package(directory: EngineDirectory) -> PackagedEngine:
     """Load the engine; the caller has checked digests and machine. Raises StageError if the package
     and the weights do not belong together.
     """
@@ -45,8 +96,10 @@ def load_package(directory: EngineDirectory) -> EmbeddedEngine:
     )
     decoder = Decoder(weights, caches, ops, getattr(torch, directory.dtype))
     file = directory.path / PACKAGE
-    return EmbeddedEngine(
-        _bind(file, _unpacked(file, namespace), dict(decoder.named_buffers())),
+    package = _unpacked(file, namespace)
+    _bind(file, package, dict(decoder.named_buffers()))
+    return PackagedEngine(
+        package,
         vocab_size=directory.shape.vocab_size,
         max_batch_size=directory.max_batch_size,
         max_seq_len=directory.max_seq_len,
@@ -56,9 +109,9 @@ def load_package(directory: EngineDirectory) -> EmbeddedEngine:
     )
 
 
-def _bind(file: Path, package: Any, buffers: dict[str, Tensor]) -> Runner:
-    """A runner of the package (package.cpp) on these buffers. While it runs, other threads of
-    Python run too.
+def _bind(file: Path, package: Any, buffers: dict[str, Tensor]) -> None:
+    """Let the package (package.cpp) work on these buffers. While it runs, other threads of Python
+    run too.
     """
     names = package.names()
     missing = sorted(set(names) - set(buffers))
@@ -70,8 +123,6 @@ def _bind(file: Path, package: Any, buffers: dict[str, Tensor]) -> Runner:
             hint="build again",
         )
     package.bind({name: buffers[name] for name in names})
-    run: Runner = package.run
-    return run
 
 
 def _unpacked(file: Path, namespace: str) -> Any:
