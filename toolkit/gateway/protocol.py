@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from toolkit.client import Options, Statistics
 from toolkit.errors import ToolkitError
+from toolkit.openai_client import USAGE_COUNTS
 
 __all__ = [
     "MAX_SHOWN",
@@ -415,6 +416,7 @@ def usage(statistics: Statistics) -> dict[str, Any]:
     """The tokens of a request, with the accepted and the rejected draft tokens where they are
     known. OpenAI defines these two for predictions that the client sends; drafts are predictions
     that the server makes, and rejected ones are not billed here, nor part of completion_tokens.
+    `speculation` is ours: what else the server tells of its verify steps.
     """
     prompt, completion = statistics.input_tokens or 0, statistics.output_tokens or 0
     counts: dict[str, Any] = {
@@ -427,4 +429,8 @@ def usage(statistics: Statistics) -> dict[str, Any]:
             "accepted_prediction_tokens": statistics.accepted,
             "rejected_prediction_tokens": statistics.drafted - statistics.accepted,
         }
+        told = {name: getattr(statistics, name) for name in USAGE_COUNTS}
+        known = {name: count for name, count in told.items() if count is not None}
+        if known:
+            counts["speculation"] = known
     return counts
