@@ -21,6 +21,7 @@ from toolkit.errors import ToolkitError
 from toolkit.openai_client import USAGE_COUNTS
 
 __all__ = [
+    "KNOWN",
     "MAX_SHOWN",
     "Answers",
     "Asked",
@@ -70,6 +71,8 @@ UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "the prompt in the answer"),
     "suffix": (("",), "text after the gap"),
 }
+# The parameters that a log may name. Any other is a text of the client's.
+KNOWN = CHAT | COMPLETION | NAMES | frozenset(UNSERVED)
 
 
 class Refusal(Exception):
@@ -230,12 +233,17 @@ def _check_keys(body: Mapping[str, Any], known: frozenset[str]) -> None:
         if key in UNSERVED:
             harmless, needed = UNSERVED[key]
             if value is not None and value not in harmless:
-                raise Refusal(f"{key} asks for {needed}, which is not served", parameter=key)
+                raise Refusal(
+                    f"{key} asks for {needed}, which is not served",
+                    parameter=key,
+                    code="unsupported_parameter",
+                )
         elif key not in known and key not in NAMES:
             shown = key[:MAX_SHOWN]
             close = difflib.get_close_matches(shown, known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise Refusal(f"{shown} is not a key of this endpoint{hint}", parameter=shown)
+            what = f"{shown} is not a key of this endpoint{hint}"
+            raise Refusal(what, parameter=shown, code="unknown_parameter")
 
 
 def _stream_options(body: Mapping[str, Any], streams: bool) -> dict[str, bool]:
