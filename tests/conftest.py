@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--screenshots",
         type=Path,
-        help="keep what tests/report/test_browser.py sees in this folder",
+        help="keep what the tests of pages see in this folder",
     )
 
 

@@ -46,7 +46,14 @@ from toolkit.client import (
     timing,
 )
 
-__all__ = ["Answer", "OpenAiClient", "error_of", "speculation_counts"]
+__all__ = [
+    "USAGE_COUNTS",
+    "Answer",
+    "OpenAiClient",
+    "error_of",
+    "speculation_counts",
+    "usage_counts",
+]
 
 # Options that vLLM's requests carry under the same name.
 CARRIED = (
@@ -68,6 +75,9 @@ NOT_CARRIED = {
 # The chosen token and two more. The chosen token is usually the first of these, and then the second
 # is the next best.
 LOG_PROBS = 2
+# The fields of Statistics that the toolkit's own gateway tells as `usage.speculation`.
+BY_POSITION = ("drafted_by_position", "accepted_by_position")
+USAGE_COUNTS = ("verify_steps", *BY_POSITION)
 TOKEN_ID = "token_id:"  # vLLM names a token so if return_tokens_as_token_ids is set
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 READ_BYTES = 1 << 16
@@ -486,6 +496,35 @@ def speculation_counts(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     elif drafted == steps * len(places):
         fields["drafted_by_position"] = (steps,) * len(places)
     return fields
+
+
+def usage_counts(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Statistics in the `usage` of the toolkit's own gateway, or of another server
+    that tells its drafts under OpenAI's two keys.
+
+    OpenAI's keys are of predictions that a client sends. A server that does not tell drafts there
+    may tell 0 and 0, so that says nothing unless `speculation` is beside it. Raises TypeError for
+    what is no count.
+    """
+    fields: dict[str, Any] = {}
+    told = usage.get("speculation")
+    if isinstance(told, Mapping):
+        fields = {name: tuple(map(_count, told[name])) for name in BY_POSITION if name in told}
+        if "verify_steps" in told:
+            fields["verify_steps"] = _count(told["verify_steps"])
+    details = usage.get("completion_tokens_details") or {}
+    accepted, rejected = (
+        details.get(f"{what}_prediction_tokens") for what in ("accepted", "rejected")
+    )
+    if accepted is None or rejected is None or not (accepted or rejected or fields):
+        return fields
+    return {**fields, "accepted": _count(accepted), "drafted": _count(accepted) + _count(rejected)}
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
 
 
 # (log-probability of the chosen token, the likeliest other token, its log-probability)

@@ -13,30 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 from dataclasses import dataclass
 
 from scipy.stats import binom
 
+from tests.support.rollouts import Candidate, played
 from toolkit.config.schema import RolloutConfig
-from toolkit.gateway.rollout import BASELINE, CANDIDATE, RolloutState
-
-MAX_SESSIONS = 200_000
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """How it differs from the baseline. slower: factor of its times. tail: share of its requests
-    that take five times as long. acceptance: factor. errors, differing: shares.
-    """
-
-    slower: float = 1.0
-    tail: float = 0.0
-    acceptance: float = 1.0
-    errors: float = 0.001
-    differing: float = 0.005
-
 
 CANDIDATES = {
     "equal": Candidate(),
@@ -60,42 +42,11 @@ class Ended:
 
 
 def roll_out(candidate: Candidate, settings: RolloutConfig, seed: int) -> Ended:
-    generator, state = random.Random(seed), RolloutState(settings)
-    for number in range(MAX_SESSIONS):
-        share = state.share
-        is_candidate = generator.random() < share
-        day = 1 + 0.5 * math.sin(number / 3000)
-        slower, errors = 1.0, 0.001
-        accepted = generator.betavariate(6, 3)
-        if is_candidate:
-            slower, errors = candidate.slower, candidate.errors
-            slower *= 5.0 if generator.random() < candidate.tail else 1.0
-            accepted *= candidate.acceptance
-        is_error = generator.random() < errors
-        ttft = day * slower * generator.lognormvariate(4.0, 0.5)
-        token = day * slower * generator.lognormvariate(2.0, 0.3)
-        figures = (None, None, None) if is_error else (ttft, token, accepted)
-        named = dict(zip(("ttft_ms", "token_ms", "acceptance"), figures, strict=True))
-        arm = CANDIDATE if is_candidate else BASELINE
-        session = {"kind": "session", "session": number, "arm": arm, "share": share}
-        state.add({**session, "error": is_error, **named})
-        if not is_candidate and generator.random() < settings.shadow / 100:
-            differs = generator.random() < candidate.differing
-            copy_fails = generator.random() < candidate.errors
-            if copy_fails != is_error:
-                failed = CANDIDATE if copy_fails else BASELINE
-                state.add({"kind": "copy", "prompt": number, "failed": failed})
-            elif not is_error:
-                state.add({"kind": "texts", "prompt": number, "equal": not differs})
-        decided = state.next_decision()
-        if decided is not None:
-            outcome, step, why = decided
-            state.add({"kind": "decision", "outcome": outcome, "step": step, "why": why})
-            if outcome == "promoted":
-                return Ended(None, number + 1, state.evidence.candidate)
-            if outcome == "rolled back":
-                test = state.evidence.findings()[0].test
-                return Ended(test, number + 1, state.evidence.candidate)
+    for number, state in enumerate(played(candidate, settings, seed), 1):
+        if state.outcome == "promoted":
+            return Ended(None, number, state.evidence.candidate)
+        if state.outcome == "rolled back":
+            return Ended(state.evidence.findings()[0].test, number, state.evidence.candidate)
     raise AssertionError("the roll-out has not ended")
 
 

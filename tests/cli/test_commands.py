@@ -348,6 +348,7 @@ def test_schema_is_json_schema_of_every_key(tmp_path: Path) -> None:
     schema = json.loads(toolkit_here("schema", cwd=tmp_path).stdout)
     assert {"name", "target", "draft", "validation"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
+    assert schema["properties"]["target"]["description"] == "The model that is served."
 
 
 def test_version_prints_one_line(tmp_path: Path) -> None:

@@ -418,11 +418,25 @@ def test_refused_requests_are_logged_without_what_they_hold() -> None:
         mine = {"X-Request-Id": "mine-1"}
         post(served.url, "/v1/completions", BODY, mine)
         authorized = {**mine, "Authorization": f"Bearer {KEY}"}
-        post(served.url, "/v1/completions", {**BODY, "a secret": 1}, authorized)
+        for sent in (
+            {**BODY, "a secret": 1},
+            {**BODY, "tools": ["a secret"]},
+            {**BODY, "temperature": "a secret"},
+            {**BODY, "model": "a secret"},
+            b'{"prompt": "a secret',
+            ["a secret"],
+        ):
+            post(served.url, "/v1/completions", sent, authorized)
         lines = [json.loads(line) for line in served.lines]
-    assert [(line["id"], line["status"], line["error"]) for line in lines] == [
-        ("mine-1", "401", "missing_api_key"),
-        ("mine-1", "400", "refused"),
+    assert {line["id"] for line in lines} == {"mine-1"}
+    assert [(line["status"], line["error"], line.get("param")) for line in lines] == [
+        ("401", "missing_api_key", None),
+        ("400", "unknown_parameter", None),  # its name is the client's own text
+        ("400", "unsupported_parameter", "tools"),
+        ("400", "refused", "temperature"),
+        ("404", "model_not_found", "model"),
+        ("400", "invalid_body", None),
+        ("400", "invalid_body", None),
     ]
     assert lines[0]["key"] == "-" != lines[1]["key"]
     assert not any("secret" in line or KEY in line for line in served.lines)

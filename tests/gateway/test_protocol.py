@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from toolkit.gateway.protocol import (
     parse_chat,
     parse_completion,
 )
+from toolkit.openai_client import usage_counts
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -191,9 +193,26 @@ def test_usage_counts_accepted_and_rejected_drafts() -> None:
             "accepted_prediction_tokens": 3,
             "rejected_prediction_tokens": 2,
         },
+        "speculation": {"verify_steps": 3},
     }
     untold = Statistics(input_tokens=1, output_tokens=2)
-    assert "completion_tokens_details" not in Answers(chat(), "id", 5).usage_event(untold)["usage"]
+    assert set(Answers(chat(), "id", 5).usage_event(untold)["usage"]) == {
+        "prompt_tokens",
+        "completion_tokens",
+        "total_tokens",
+    }
+
+
+def test_usage_tells_every_count_that_a_client_can_read_back() -> None:
+    told = Statistics(
+        drafted=5,
+        accepted=3,
+        verify_steps=2,
+        drafted_by_position=(2, 2, 1),
+        accepted_by_position=(2, 1, 0),
+    )
+    usage = json.loads(json.dumps(Answers(chat(), "id", 5).usage_event(told)["usage"]))
+    assert Statistics(**usage_counts(usage)) == told
 
 
 SCORED = Statistics(

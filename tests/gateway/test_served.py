@@ -25,6 +25,7 @@ from toolkit.gateway.app import Gateway
 from toolkit.gateway.arms import SERVED, Arm, OneArm
 from toolkit.gateway.backends import Backend, TritonBackend, VllmBackend
 from toolkit.gateway.guard import Guard
+from toolkit.openai_client import usage_counts
 from toolkit.triton.process.server import TritonServer
 
 PROMPT = "def read_config(path):"
@@ -78,6 +79,9 @@ def test_texts_and_counts_are_those_of_our_own_client(server: TritonServer) -> N
         assert counts["completion_tokens"] == statistics.output_tokens
         details = counts["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] == statistics.accepted
+        assert counts["speculation"]["verify_steps"] == statistics.verify_steps
+        for name, told in usage_counts(counts).items():
+            assert told == getattr(statistics, name)
         assert headers["x-accepted-draft-tokens"] == f"{statistics.accepted}/{statistics.drafted}"
         clients = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         with clients, clients.completions.create(**body(stream=True)) as stream:

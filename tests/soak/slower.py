@@ -1,13 +1,17 @@
 """A roll-out between two real servers of which the new one is slower: after how many sessions does
 everything go back to the old one?
 
-    python -m tests.soak.slower [--step-ms 3] [--concurrency 4] [--sessions 20000] [--seed 0]
+    python -m tests.soak.slower [--only slower|equal] [--step-ms 3] [--concurrency 4]
+                                [--sessions 20000] [--seed 0]
 
 Both are tritonservers with the same small random pair, so texts and acceptance are equal; before
 every step of its runtime, the new one sleeps. `toolkit rollout run` stands before them with its
 default steps and limits, and clients send a session of one request after the other. How much slower
-it is, is measured before, at the same concurrency: at 0 ms the exit code is 0 if nothing is rolled
-back, else if the times do it.
+it is, is measured before, at the same concurrency.
+
+The control is the same roll-out of an equal server, which sleeps for no time. The exit code is 0 if
+the slower one is rolled back by its times, the equal one is not, and all clients are answered. So
+that the control can see as much, it goes on to the end of its roll-out, or of the sessions.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from tests.support.serving import package_pair
 from toolkit.client import Client
 from toolkit.triton.process.server import TritonServer
 
+KINDS = ("slower", "equal")
 MAX_TOKENS = 12
 WARM_UP = 20
 MEASURED = 100
@@ -114,6 +119,7 @@ def rolled(
     folder: Path, pair: tuple[Path, Path], addresses: tuple[str, str], asked: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[int, int], float]:
     """(the roll-out's state at its end, what clients saw, seconds)."""
+    folder.mkdir()
     config = write_config(folder, pair)
     baseline, candidate = addresses
     command = [sys.executable, "-m", "toolkit", "rollout", "run", str(config), candidate]
@@ -136,7 +142,7 @@ def rolled(
                 sending = [pool.submit(sessions.send) for _ in range(asked.concurrency)]
                 while not all(future.done() for future in sending):
                     state = state_of(url)
-                    if state["outcome"] == "rolled back":
+                    if state["outcome"] in ("promoted", "rolled back"):
                         sessions.is_over.set()
                     time.sleep(0.2)
                 for future in sending:
@@ -146,40 +152,34 @@ def rolled(
             process.terminate()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--step-ms", type=float, default=3.0)
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--sessions", type=int, default=20_000, help="at most")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="slower-") as name:
-        folder = Path(name)
-        (folder / "pair").mkdir()
-        pair = write_pair(folder / "pair")
-        old = package_pair(pair, folder / "old").path
-        new = slowed(old, folder / "new", asked.step_ms / 1000)
-        with TritonServer(old) as baseline, TritonServer(new) as candidate:
-            times = [
-                time_per_token_ms(server, asked.concurrency) for server in (baseline, candidate)
-            ]
-            print(
-                f"time per token, {asked.concurrency} requests at a time: {times[0]:.2f} and"
-                f" {times[1]:.2f} ms, {times[1] / times[0]:.2f} times as slow",
-                flush=True,
-            )
-            addresses = baseline.grpc_url, candidate.grpc_url
-            state, seen, seconds = rolled(folder, pair, addresses, asked)
+def judged(
+    kind: str, folder: Path, pair: tuple[Path, Path], old: Path, asked: argparse.Namespace
+) -> bool:
+    """Roll a candidate of this kind out and print what happens: whether it is what should."""
+    folder.mkdir()
+    step_ms = asked.step_ms if kind == "slower" else 0.0
+    new = slowed(old, folder / "new", step_ms / 1000)
+    with TritonServer(old) as baseline, TritonServer(new) as candidate:
+        times = [time_per_token_ms(server, asked.concurrency) for server in (baseline, candidate)]
+        print(
+            f"{kind}: time per token, {asked.concurrency} requests at a time: {times[0]:.2f} and"
+            f" {times[1]:.2f} ms, {times[1] / times[0]:.2f} times as slow",
+            flush=True,
+        )
+        addresses = baseline.grpc_url, candidate.grpc_url
+        state, seen, seconds = rolled(folder / "run", pair, addresses, asked)
     arms = state["arms"]
     print(f"{state['outcome']}: {state['why']}; after {seconds:.0f} s; clients saw {seen}")
     for arm, figures in arms.items():
         print(f"{arm}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
     for finding in state["evidence"]:
         print(f"{finding['test']}: {finding['wealth']:.3g} of {finding['limit']:g}")
+    is_rolled_back = state["outcome"] == "rolled back"
+    is_by_times = any(test in state["why"] for test in ("ttft", "time per token"))
+    is_right = is_rolled_back and is_by_times if kind == "slower" else not is_rolled_back
     row = {
-        "step_ms": asked.step_ms,
+        "candidate": kind,
+        "step_ms": step_ms,
         "slower": times[1] / times[0],
         "outcome": state["outcome"],
         "why": state["why"],
@@ -188,11 +188,28 @@ def main() -> int:
         "steps": [decision["why"] for decision in state["decisions"]],
         "seen": seen,
     }
-    print(json.dumps({"benchmark": "slower", **row}))
-    if asked.step_ms == 0:
-        return 0 if state["outcome"] != "rolled back" else 1
-    by_times = any(test in state["why"] for test in ("ttft", "time per token"))
-    return 0 if state["outcome"] == "rolled back" and by_times and set(seen) == {200} else 1
+    print(json.dumps({"benchmark": "slower", **row}), flush=True)
+    return is_right and set(seen) == {200}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=KINDS, help="default: both, one after the other")
+    parser.add_argument("--step-ms", type=float, default=3.0, help="of the slower one")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--sessions", type=int, default=20_000, help="of each roll-out, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="slower-") as name:
+        folder = Path(name)
+        (folder / "pair").mkdir()
+        pair = write_pair(folder / "pair")
+        old = package_pair(pair, folder / "old").path
+        kinds = KINDS if asked.only is None else (asked.only,)
+        outcomes = [judged(kind, folder / kind, pair, old, asked) for kind in kinds]
+        return 0 if all(outcomes) else 1
 
 
 if __name__ == "__main__":

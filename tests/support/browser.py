@@ -36,7 +36,9 @@ FLAGS = (
 
 # Texts of a plot that leave its figure, and pairs of texts that cover each other.
 MEASURE = """(() => {
-  const outside = [], covered = [];
+  const outside = [], covered = [], cut = [];
+  for (const box of document.querySelectorAll("section"))
+    if (box.scrollWidth > box.clientWidth) cut.push(box.innerText.split("\\n")[0]);
   for (const svg of document.querySelectorAll("svg")) {
     const frame = svg.closest("figure").getBoundingClientRect();
     const boxes = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()]);
@@ -51,12 +53,15 @@ MEASURE = """(() => {
   const colour = (element, name) => getComputedStyle(element)[name];
   return {
     scroll: document.documentElement.scrollWidth, inner: innerWidth, plots: document.querySelectorAll("svg").length,
-    height: document.documentElement.scrollHeight, outside, covered,
+    height: document.documentElement.scrollHeight, outside, covered, cut, text: document.body.innerText,
     background: colour(document.body, "backgroundColor"), ink: colour(document.body, "color"),
     smallest: Math.min(...[...document.querySelectorAll("svg text")].map(
       text => parseFloat(colour(text, "fontSize")) * text.getScreenCTM().d || Infinity)),
   };
 })()"""
+
+
+SHOWN = "new Promise(done => { const look = () => (%s) ? done() : setTimeout(look, 20); look(); })"
 
 
 def find_browser() -> str | None:
@@ -65,17 +70,25 @@ def find_browser() -> str | None:
 
 @dataclass(frozen=True)
 class View:
-    page: Path
+    """page: a file, or a URL. shown: an expression of JavaScript that is true once the page is complete."""
+
+    page: Path | str
     width: int
     dark: bool
     screenshot: Path | None = None
+    shown: str = "true"
+
+    @property
+    def url(self) -> str:
+        return self.page if isinstance(self.page, str) else self.page.absolute().as_uri()
 
 
 @dataclass(frozen=True)
 class Look:
-    """messages: what the page logged, complaints of the browser included. requests: addresses other than the page's own.
+    """messages: what the page logged, complaints of the browser included, its recommendations not. requests: addresses other than the page's own.
 
-    smallest: font size of the smallest text in a plot, in CSS pixels on the screen.
+    smallest: font size of the smallest text in a plot, in CSS pixels on the screen; None without plots. cut: sections
+    that are wider than their frame, by their first line. text: what a reader sees.
     """
 
     messages: list[str]
@@ -86,9 +99,11 @@ class Look:
     plots: int
     outside: list[str]
     covered: list[str]
+    cut: list[str]
+    text: str
     background: str
     ink: str
-    smallest: float
+    smallest: float | None
 
 
 def look(browser: str, views: Sequence[View], profile: Path) -> list[Look]:
@@ -184,8 +199,9 @@ async def _view(tab: _Protocol, view: View) -> Look:
     scheme = {"name": "prefers-color-scheme", "value": "dark" if view.dark else "light"}
     await tab.call("Emulation.setEmulatedMedia", session, features=[scheme])
     tab.events.clear()
-    await tab.call("Page.navigate", session, url=view.page.absolute().as_uri())
+    await tab.call("Page.navigate", session, url=view.url)
     await tab.until("Page.loadEventFired")
+    await tab.call("Runtime.evaluate", session, expression=SHOWN % view.shown, awaitPromise=True)
     found = (await tab.call("Runtime.evaluate", session, expression=MEASURE, returnByValue=True))[
         "result"
     ]["value"]
@@ -195,11 +211,15 @@ async def _view(tab: _Protocol, view: View) -> Look:
         )
         view.screenshot.parent.mkdir(parents=True, exist_ok=True)
         view.screenshot.write_bytes(base64.b64decode(shot["data"]))
-    own = view.page.absolute().as_uri()
+    own = view.url
     params = [(event["method"], event["params"]) for event in tab.events]
     await tab.call("Target.closeTarget", targetId=target)
     return Look(
-        messages=[json.dumps(one) for name, one in params if name in COMPLAINTS],
+        messages=[
+            json.dumps(one)
+            for name, one in params
+            if name in COMPLAINTS and one.get("entry", {}).get("source") != "recommendation"
+        ],
         requests=[
             url
             for name, one in params

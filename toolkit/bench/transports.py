@@ -43,7 +43,7 @@ from toolkit.client import (
     timing,
 )
 from toolkit.errors import StageError, UsageError
-from toolkit.openai_client import speculation_counts
+from toolkit.openai_client import speculation_counts, usage_counts
 from toolkit.words import WireProtocol
 
 if TYPE_CHECKING:
@@ -722,8 +722,8 @@ class OpenAiTransport(_EventTransport):
     The tokens of a chunk come from the chunk's `usage` (`continuous_usage_stats`, an extension of
     vLLM and trtllm-serve) or from token ids (`return_token_ids`, of vLLM). Otherwise only the
     tokens of the whole answer are known, from `include_usage`. `connect` tries which of these
-    options the server accepts and honours. Draft tokens are counted by a vLLM server that was
-    started with `--per-request-spec-decode-metrics`.
+    options the server accepts and honours. Draft tokens are counted by the toolkit's own gateway,
+    in `usage`, and by a vLLM server that was started with `--per-request-spec-decode-metrics`.
     """
 
     COUNTS: tuple[dict[str, Any], ...] = (
@@ -967,6 +967,7 @@ def _figures(data: dict[str, Any], before: Statistics) -> Statistics:
     if usage := data.get("usage"):
         told["input_tokens"] = _whole(usage.get("prompt_tokens"))
         told["output_tokens"] = _whole(usage.get("completion_tokens"))
+        told |= usage_counts(usage)
     metrics = data.get("metrics")
     counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
     if isinstance(counts, dict) and set(counts) >= SPECULATION_COUNTS:

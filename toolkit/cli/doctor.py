@@ -79,13 +79,9 @@ def _print_diagnoses(diagnoses: Any) -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
-    from toolkit.config.schema import DeploymentConfig
+    from toolkit.config.json_schema import json_schema
 
-    json_schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **DeploymentConfig.model_json_schema(),
-    }
-    show_json(json_schema)
+    show_json(json_schema())
 
 
 @app.command("version")

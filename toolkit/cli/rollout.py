@@ -182,7 +182,8 @@ def _print(summary: dict[str, Any]) -> None:
     texts = summary["texts"]
     out.print(
         f"{texts['differing']} of {texts['compared']} texts of both arms differ;"
-        f" {texts['failed_copies']} copies failed at the candidate alone"
+        f" {texts['failed_copies']} copies failed at the candidate alone\n"
+        f"times and acceptance: of the latest {summary['latest']} sessions of each arm"
     )
     tests = Table("test", "evidence", "limit", "judged", box=None, pad_edge=False)
     for finding in summary["evidence"]:

@@ -98,21 +98,22 @@ AnyPath = Annotated[Path, Field(strict=False)]  # not strict, since it is text i
 
 class Section(BaseModel):
     """The base of all sections. Types are strict: "4" and true are not numbers, and "yes" is not a
-    truth value.
+    truth value. The string below a field is its description for editors
+    (`toolkit.config.json_schema`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class QuantizationConfig(Section):
-    """quant_algo: FP8 | W8A8_SQ_PER_CHANNEL (INT8 SmoothQuant) | W8A16 (INT8 weight-only) |
-    NO_QUANT.
-    """
+    """The precision of a checkpoint; one that is already quantized states its own."""
 
     quant_algo: QuantAlgo = "NO_QUANT"
+    """Precision: W8A8_SQ_PER_CHANNEL is INT8 SmoothQuant, W8A16 has INT8 weights only."""
     kv_cache_quant_algo: KvCacheQuantAlgo | None = None
-    # Continue if the support of the combination is unknown. A known failure is refused anyway.
+    """Precision of the KV cache, with FP8 weights only; null: the model's own type."""
     allow_unsupported: bool = False
+    """Build a combination whose support is unknown; one that is known to fail is refused anyway."""
 
 
 class ModelConfig(Section):
@@ -124,8 +125,11 @@ class ModelConfig(Section):
     """
 
     checkpoint: AnyPath
-    revision: str | None = None  # branch, tag or commit of a hub id; None: its main branch
-    trust_remote_code: bool = False  # let LLM() run the checkpoint's own Python code, in the server
+    """A folder in Hugging Face format, or a hub id, OWNER/NAME."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; null: its main branch."""
+    trust_remote_code: bool = False
+    """Let TensorRT-LLM or vLLM run the checkpoint's own Python code, in the server."""
     quantization: QuantizationConfig = QuantizationConfig()
 
     @property
@@ -146,51 +150,52 @@ class CalibrationConfig(Section):
     """
 
     dataset: AnyPath
-    heldout: AnyPath | None = None  # None: the last tenth of the dataset is held out
+    """Text that activations are observed on; take text like your traffic."""
+    heldout: AnyPath | None = None
+    """Text that quality is measured on; null: the last tenth of the dataset is held out."""
     calib_size: Count = 128
+    """Lines used at most."""
     calib_max_seq_length: Count = 512
+    """Tokens per line at most."""
     batch_size: Count = 4
+    """Lines per forward."""
 
 
 class AdaptiveConfig(Section):
-    """Draft lengths that follow the text while it is written.
-
-    window_tokens: about how many of its last draft tokens decide a request's length.
-    window_requests: over how many finished requests acceptance is averaged.
-    min_acceptance_length: tokens per step, bonus token included, below which nothing is drafted.
-    probe_every_tokens: output tokens without drafts after which it is asked whether they would pay.
-    """
+    """Draft lengths that follow the text while it is written."""
 
     enabled: bool = True
+    """False: the section has no effect."""
     window_tokens: Annotated[int, Field(ge=8)] = 32
+    """About how many of its last draft tokens decide a request's length."""
     window_requests: Count = 16
+    """Over how many finished requests acceptance is averaged."""
     min_acceptance_length: Annotated[float, Field(ge=1.0)] | None = None
+    """Tokens per step, the target's own included, below which nothing is drafted."""
     probe_every_tokens: Annotated[int, Field(ge=8)] = 16
+    """Output tokens without drafts after which it is asked whether they would pay."""
 
 
 class SpeculationConfig(Section):
-    """Which drafter is used and how many tokens it drafts.
-
-    max_draft_len auto: the build measures acceptance and cost and chooses the fastest length, which
-    may be none.
-    draft_len_schedule: number of running requests -> draft length from that number on, such as
-    `{1: 4, 4: 2, 8: 0}`.
-    max_concurrency: with more running requests than this, nothing is drafted.
-    max_prompt_tokens: for a prompt with more tokens than this, nothing is drafted.
-    adaptive: the length is chosen per request, up to max_draft_len.
-    max_matching_ngram_size: for ngram, the longest end of the text that is looked up.
-    kind eagle3: `draft.checkpoint` is an EAGLE-3 head. kind mtp: layers of the target's own
-    checkpoint draft.
-    """
+    """Which drafter is used and how many tokens it drafts."""
 
     kind: SpeculationKind = "draft_target"
+    """What drafts: the `draft` model; ngram, prompt lookup; eagle3, a head in `draft.checkpoint`;
+    mtp, layers of the target's own checkpoint; or nothing."""
     max_draft_len: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 4
+    """Tokens drafted per step; auto: the build chooses the fastest length, which may be none."""
     draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
+    """Running requests -> draft length from that number on, such as {1: 4, 4: 2, 8: 0}."""
     max_concurrency: Count | None = None
+    """With more running requests than this, nothing is drafted."""
     max_prompt_tokens: Count | None = None
+    """For a prompt with more tokens than this, nothing is drafted."""
     adaptive: AdaptiveConfig | None = None
+    """The length is chosen per request, up to max_draft_len."""
     max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = 4
+    """For ngram: how many of the last tokens are looked up, at most."""
     acceptance: AcceptanceChoice = "auto"
+    """The rule above temperature 0; auto: coupled for requests with a seed, else rejection."""
 
     @property
     def is_enabled(self) -> bool:
@@ -309,11 +314,14 @@ class SpeculationConfig(Section):
 
 
 class EngineLengths(Section):
-    """The sizes of every engine. max_seq_len counts prompt and output together."""
+    """The sizes of every engine."""
 
     max_batch_size: Count = 8
+    """Requests decoded together."""
     max_input_len: Count = 512
+    """The longest prompt, in tokens."""
     max_seq_len: Annotated[Count, Field(validate_default=True)] = 1024
+    """Tokens of prompt and output together."""
 
     @field_validator("max_seq_len")
     @classmethod
@@ -331,13 +339,19 @@ class TorchEngineConfig(EngineLengths):
     """The embedded engine: our runtime over compiled torch graphs."""
 
     kind: Literal["torch"] = "torch"
+    """The embedded engine."""
     device: Literal["auto", Device] = "auto"
+    """Where it computes; auto: a GPU where there is one and it pays."""
     mode: EngineMode = "auto"
+    """Whether graphs are compiled; auto: where possible."""
     dtype: ComputeDtype = "float32"
-    threads: Count | None = None  # None: all cores this process may use
-    # Tokens of a prompt in one forward; None: 64 on a CPU, 256 on a GPU
+    """Type of activations and unquantized weights."""
+    threads: Count | None = None
+    """Threads that compute a forward; null: all cores this process may use."""
     prefill_chunk_len: Count | None = None
+    """Tokens of a prompt in one forward; null: 64 on a CPU, 256 on a GPU."""
     enable_prefix_caching: bool = True
+    """A prompt is computed only from where it differs from what a KV cache holds."""
 
     @property
     def version(self) -> None:
@@ -361,15 +375,21 @@ class TensorRtLlmConfig(EngineLengths):
     """
 
     tensorrt_llm: TensorRtLlmVersion = "1.2.1"
+    """Its version, in quotes."""
     tp_size: Count = 1
+    """GPUs that share each layer."""
     pp_size: Count = 1
+    """GPUs that divide the layers among them."""
     gpus_per_node: Count = 8
-    # tokens of one forward over all requests; None: 8192, TensorRT-LLM's default
+    """GPUs of one machine."""
     max_num_tokens: Count | None = None
+    """Tokens of one forward, of all requests together; null: 8192, TensorRT-LLM's default."""
     tokens_per_block: Count = 32
-    # for both KV caches, of the memory that the weights leave free
+    """Tokens in a block of the paged KV cache."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
+    """Share of the memory that the weights leave free, for both KV caches."""
     enable_block_reuse: bool = True
+    """Keep the KV blocks of earlier prefixes, and use them again."""
 
     @property
     def version(self) -> str:
@@ -390,41 +410,57 @@ class TrtEngineConfig(TensorRtLlmConfig):
     """
 
     kind: Literal["trt_engine"] = "trt_engine"
+    """TensorRT-LLM's engine flow."""
     multiple_profiles: bool = False
+    """An option of trtllm-build; not with opt_num_tokens."""
     opt_num_tokens: Count | None = None
-    # auto: local if trtllm-build is on the PATH, else its container
+    """An option of trtllm-build; not with multiple_profiles."""
     builder: BuilderChoice = "auto"
+    """Where trtllm-build runs; auto: here if it is on the PATH, else in its container."""
 
 
 class TrtllmPytorchConfig(TensorRtLlmConfig):
     """The PyTorch flow: a quantized checkpoint in Hugging Face format, without a compile step."""
 
     kind: Literal["trtllm_pytorch"] = "trtllm_pytorch"
+    """TensorRT-LLM's PyTorch flow."""
     cuda_graph: bool = True
+    """Capture CUDA graphs."""
     attn_backend: AttnBackend = "TRTLLM"
-    # serves instead of NVIDIA's image of the version, and has this version
+    """What computes attention."""
     container_image: Annotated[str, Field(pattern=IMAGE_PATTERN, max_length=255)] | None = None
+    """Serves instead of NVIDIA's image of the version, and has this version."""
 
 
 class VllmConfig(EngineLengths):
     """vLLM, in a Python environment of its own. Keys have vLLM's own names where it has one."""
 
     kind: Literal["vllm"] = "vllm"
+    """vLLM's own server."""
     vllm: VllmVersion = "0.32.0"
-    # The Python that has vLLM; None: that of .venv-vllm beside this program's own environment.
+    """Its version, in quotes."""
     python: AnyPath | None = None
+    """The Python that has vLLM; null: that of .venv-vllm beside this program's own environment."""
     device: Literal["auto", Device] = "auto"
-    dtype: VllmDtype = "auto"  # of activations and unquantized weights; auto: the checkpoint's own
+    """Where it computes; auto: a GPU if there is one."""
+    dtype: VllmDtype = "auto"
+    """Type of activations and unquantized weights; auto: the checkpoint's own."""
     tp_size: Count = 1
+    """Devices that share each layer."""
     pp_size: Count = 1
+    """Devices that divide the layers among them."""
     gpus_per_node: Count = 8
-    # tokens of one forward over all requests; None: vLLM's default
+    """GPUs of one machine."""
     max_num_batched_tokens: Count | None = None
+    """Tokens of one forward, of all requests together; null: vLLM's default."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
-    kv_cache_gib: Annotated[float, Field(gt=0.0)] = 2.0  # of both models, on a CPU
+    """Share of a GPU's memory for weights, activations and KV caches."""
+    kv_cache_gib: Annotated[float, Field(gt=0.0)] = 2.0
+    """On a CPU: GiB for the KV caches of both models, in every rank."""
     enable_prefix_caching: bool = True
-    # Whether servers on a CPU load our correction of vLLM issue 55005, where the version needs it.
+    """Keep the KV blocks of earlier prefixes, and use them again."""
     correct_sampling: bool = True
+    """On a CPU: load our correction of vLLM issue 55005, where the version needs it."""
 
     @field_validator("python", mode="before")
     @classmethod
@@ -466,32 +502,46 @@ EngineConfig = Annotated[
 
 
 class HardwareConfig(Section):
-    """The hardware that serves the deployment. gpu auto: the GPUs of this machine. count: GPUs per
-    node; None: as many as the engine needs.
-    """
+    """The hardware that serves the deployment."""
 
     gpu: GpuName = "auto"
+    """The GPU that will serve; auto: that of this machine."""
     count: Count | None = None
+    """GPUs per node; null: as many as the engine needs."""
     nodes: Count = 1
+    """Machines."""
 
 
 class TritonConfig(Section):
+    """The model repository and its server."""
+
     layout: Literal["auto", Layout] = "auto"
+    """llmapi: one model with the tensors of TensorRT-LLM's template; bls: draft and target as
+    models of their own."""
     decoupled: bool = True
-    max_queue_size: Count = 256  # requests beyond this are refused at once
+    """Streaming; false for clients that call `infer`."""
+    max_queue_size: Count = 256
+    """Requests that may wait; more are refused at once."""
     default_max_tokens: Count = 128
-    request_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for requests without a deadline
-    # least time between two chunks of a stream; 0: one chunk per step
+    """Output tokens at most, of a request that states no number."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Deadline of a request that states none, and the latest that one may state."""
     stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
-    # llmapi with TensorRT-LLM: whose model.py answers requests in the container
+    """Least time between two chunks of a stream; 0: one chunk per step."""
     model_py: ModelPy = "ours"
-    # bls: the result of a request if the draft model does not answer
+    """llmapi with TensorRT-LLM: whose model.py answers requests in the container."""
     on_draft_failure: Literal["error", "plain"] = "plain"
+    """bls: the result of a request if the draft model does not answer."""
     host: str = "127.0.0.1"
-    http_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port
+    """What the server listens on."""
+    http_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of Triton's HTTP endpoint; 0: a free port."""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of Triton's gRPC endpoint; 0: a free port."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of Triton's metrics; 0: a free port."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 180.0
+    """What a server may take to be ready."""
 
     @field_validator("grpc_port", "metrics_port")
     @classmethod
@@ -510,42 +560,43 @@ class TritonConfig(Section):
 
 
 class ParityGates(Section):
-    """max_divergence_rate: share of prompts, judged by its upper confidence bound.
-
-    A divergence is numerically equivalent if the reference scores both chosen tokens within
-    near_tie_margin (in logits) of its best token; then its top-1 and top-2 are also that close. Any
-    other divergence fails.
-    """
+    """Whether speculation writes the texts of plain decoding."""
 
     max_divergence_rate: Ratio = 0.05
+    """Share of prompts that may differ at a near-tie, judged by its upper confidence bound."""
     near_tie_margin: Annotated[float, Field(ge=0.0)] = 0.05
-    # Draft lengths that are compared in addition to speculation.max_draft_len. Longer ones are left
-    # out. None: 1 and half of max_draft_len.
+    """In logits. A divergence is numerically equivalent if the reference scores both chosen tokens
+    within this of its best token; any other fails."""
     draft_lens: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
-    # Use the unquantized checkpoint in float32 as a second reference; auto: if it takes less than
-    # half of the free memory.
+    """Draft lengths compared in addition to speculation.max_draft_len. Longer ones are left out.
+    null: 1 and half of max_draft_len."""
     source: Literal["auto", "always", "never"] = "auto"
+    """Use the unquantized checkpoint in float32 as a second reference; auto: if it takes less than
+    half of the free memory."""
 
 
 class DistributionGates(Section):
-    """The test whether sampled tokens come from the target's distribution. effect: the total
-    variation that must be detected with probability `power`.
-    """
+    """The test whether sampled tokens come from the target's distribution."""
 
     enabled: bool = True
+    """Whether tokens are drawn and judged."""
     effect: Annotated[float, Field(gt=0.0, lt=0.2)] = 0.05
+    """The total variation that must be detected with probability `power`."""
     power: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.99
-    # probability that a correct deployment fails, over all tests
+    """The probability with which `effect` must be detected."""
     false_alarm: Annotated[float, Field(gt=0.0, le=0.05)] = 0.001
-    # If this time is not enough, fewer tokens are drawn, and the gate is INCONCLUSIVE.
+    """Probability that a correct deployment fails, over all tests."""
     max_seconds: Annotated[float, Field(gt=0.0)] = 60.0
+    """If this time is not enough, fewer tokens are drawn, and the gate is INCONCLUSIVE."""
 
 
 class QualityGates(Section):
-    """The quantized target is compared with its source on held-out text. KL in nats per token."""
+    """The quantized target is compared with its source on held-out text."""
 
     max_kl: Annotated[float, Field(gt=0.0)] = 0.05
+    """Divergence from the source, in nats per token."""
     min_top1_agreement: Ratio | None = None
+    """Share of tokens with the same first choice."""
 
 
 LatencyName = Literal["ttft", "tpot", "itl", "icl", "e2e"]
@@ -559,49 +610,60 @@ LatencyPercentile = Literal[
 
 
 class LatencyGates(Section):
-    """A limit that is None is not a gate. The speed-up is the ratio speculative / plain of output
-    tokens per second, judged by its bootstrap interval.
-
-    precision: rounds are added, up to max_rounds, until the interval of the speed-up is this narrow
-    (half its width, as a share).
-    concurrency: both arms are also measured with these numbers of requests at a time, to find where
-    speculation stops paying.
-    max_ratios: limits of speculative / plain per latency and percentile, such as {ttft_p90: 1.1}.
-    """
+    """Times of the closed loop. A limit that is null is not a gate."""
 
     min_speedup: Annotated[float, Field(gt=0.0)] | None = 1.15
+    """Speculative / plain output tokens per second, judged by its bootstrap interval."""
     precision: Annotated[float, Field(gt=0.0)] = 0.15
+    """Rounds are added, up to max_rounds, until the interval of the speed-up is this narrow (half
+    its width, as a share)."""
     concurrency: tuple[Count, ...] = Field(default=(), strict=False)
+    """Both arms are also measured with these numbers of requests at a time, to find where
+    speculation stops paying."""
     max_ratios: dict[LatencyPercentile, Annotated[float, Field(gt=0.0)]] = {}
+    """Speculative / plain per latency and percentile, such as {ttft_p90: 1.1}."""
     max_ttft_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Time to the first token, of the speculative arm."""
     max_tpot_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Time per output token after the first, of the speculative arm."""
     max_itl_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Gap between chunks per token of the later one, of the speculative arm."""
     max_e2e_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Time to the last token, of the speculative arm."""
 
 
 class LoadGates(Section):
-    """An open loop at a stated rate, by which the deployment is judged beside the closed loop.
-
-    rate: requests per second; auto: the highest rate found at which `min_goodput` of the requests
-    stay within `goodput`. goodput: limits of one request, latency -> ms, such as {ttft: 300}. The
+    """An open loop at a stated rate, by which the deployment is judged beside the closed loop. The
     length follows from the rate: each arm gets the requests that p99 needs.
     """
 
     rate: Annotated[float, Field(gt=0.0)] | Literal["auto"]
+    """Requests per second; auto: the highest rate found at which `min_goodput` of the requests stay
+    within `goodput`."""
     arrivals: Literal["poisson", "constant"] = "poisson"
+    """When requests are sent."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    """Temperature of its requests."""
     goodput: Annotated[
         dict[LatencyName, Annotated[float, Field(gt=0.0)]], Field(validate_default=True)
     ] = {}
+    """Limits of one request, latency -> ms, such as {ttft: 300}; needed for rate auto."""
     min_goodput: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
+    """Share of the requests that has to keep all limits of `goodput`."""
     max_ttft_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Time to the first token, of the deployed arm."""
     max_tpot_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Time per output token after the first, of the deployed arm."""
     max_itl_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Gap between chunks per token of the later one, of the deployed arm."""
     max_e2e_p99_ms: Annotated[float, Field(gt=0.0)] | None = None
-    max_errors: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # share of the requests
-    # Sending at the judged rate takes at most this long, all arms and rounds together.
+    """Time to the last token, of the deployed arm."""
+    max_errors: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the requests that may fail."""
     max_seconds: Annotated[float, Field(gt=0.0)] = 600.0
-    search_seconds: Annotated[float, Field(gt=0.0)] = 180.0  # the same of the search of `auto`
+    """Sending at the judged rate takes at most this long, all arms and rounds together."""
+    search_seconds: Annotated[float, Field(gt=0.0)] = 180.0
+    """Sending while `auto` looks for the rate takes at most this long."""
 
     @field_validator("goodput")
     @classmethod
@@ -625,25 +687,28 @@ class LoadGates(Section):
 
 
 class ValidationConfig(Section):
-    """How the served deployment is judged. prompts: raw text or conversations, in the forms of
-    docs/chat.md.
-    """
+    """How the served deployment is judged."""
 
     prompts: AnyPath
-    # The first lines of the file are used. With fewer than 59 no rate can be bounded by 0.05.
+    """Raw text or conversations, in the forms of docs/chat.md; not from the calibration text."""
     max_prompts: Count = 64
+    """The first lines of the file are used. With fewer than 59 no rate can be bounded by 0.05."""
     max_tokens: Count = 64
-    # of the sampled runs; greedy runs are always made, too
+    """Output tokens per request."""
     temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 0.8
-    rounds: Count = 3  # the least number of interleaved plain and speculative passes
-    # Rounds are added up to this number while the interval contains the gate.
+    """Temperature of the sampled runs; greedy runs are always made, too."""
+    rounds: Count = 3
+    """The least number of interleaved plain and speculative passes."""
     max_rounds: Annotated[Count, Field(validate_default=True)] = 8
+    """Rounds are added up to this number while the interval contains the gate."""
     seed: int = 0
+    """Seed of the seeded requests and of the bootstrap."""
     parity: ParityGates = ParityGates()
     distribution: DistributionGates = DistributionGates()
     quality: QualityGates = QualityGates()
     latency: LatencyGates = LatencyGates()
     load: LoadGates | None = None
+    """An open loop; null: there is none."""
 
     @field_validator("max_rounds")
     @classmethod
@@ -662,21 +727,25 @@ class GatewayConfig(Section):
     """
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port
-    chat_template: AnyPath | None = None  # None: that of the target's checkpoint
-    max_requests: Count = 256  # at a time; more are told to come again
-    requests_per_minute: Count | None = None  # of one API key; None: no limit
+    """What it listens on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """What it listens on; 0: a free port."""
+    chat_template: AnyPath | None = None
+    """A Jinja file; null: the template of the target's checkpoint."""
+    max_requests: Count = 256
+    """Requests at a time; more are told to come again."""
+    requests_per_minute: Count | None = None
+    """Requests of one API key, or of all where there are none; null: no limit."""
     max_body_bytes: Count = 1 << 20
+    """The largest body of a request."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    # After Ctrl-C or SIGTERM, running requests have this time to end.
+    """The gateway's own limit of a request; the server's deadline comes first."""
     stop_timeout_s: Annotated[int, Field(ge=0)] = 30
+    """After Ctrl-C or SIGTERM, running requests have this time to end."""
 
 
 class RolloutConfig(Section):
-    """A roll-out: a new deployment takes over from an old one, or from plain decoding.
-
-    steps: percent of the sessions that the new one answers; 0 first: only shadow copies. shadow:
-    percent of the greedy requests to the old one that the new one answers, too, unseen. The limits
+    """A roll-out: a new deployment takes over from an old one, or from plain decoding. The limits
     say how much worse the new one may be.
     """
 
@@ -686,13 +755,22 @@ class RolloutConfig(Section):
         25,
         100,
     )
+    """Percent of the sessions that the new one answers; 0 first: only shadow copies."""
     shadow: Annotated[int, Field(ge=0, le=100, validate_default=True)] = 10
-    min_requests: Count = 100  # sessions of the new one, or copies at step 0, before the next step
-    false_alarm: Annotated[float, Field(gt=0.0, le=0.2)] = 0.01  # of the whole roll-out
+    """Percent of the greedy requests to the old one that the new one answers, too, unseen."""
+    min_requests: Count = 100
+    """Answered sessions of the new one, or copies at step 0, before the next step; and requests
+    that each test has judged."""
+    false_alarm: Annotated[float, Field(gt=0.0, le=0.2)] = 0.01
+    """Probability that an equal deployment is rolled back, over the whole roll-out."""
     max_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.1
-    max_acceptance_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1  # as a share
+    """How many times as long its times may be."""
+    max_acceptance_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """How much lower its acceptance may be, as a share of the old one's."""
     min_acceptance_rate: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Its acceptance rate may not be below this."""
     max_divergence_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """Share of the copies whose text may differ."""
 
     @field_validator("steps")
     @classmethod
@@ -723,14 +801,19 @@ class RolloutConfig(Section):
 
 
 class DeploymentConfig(Section):
-    """The whole file."""
+    """The YAML of a deployment. docs/configuration.md says more of every key."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
+    """Names the folders of the results."""
     target: ModelConfig
+    """The model that is served."""
     draft: ModelConfig | None = None
+    """The model or head that drafts; needed for the kinds draft_target and eagle3."""
     calibration: Annotated[CalibrationConfig | None, Field(validate_default=True)] = None
+    """The text for quantization; needed when a model is quantized."""
     speculation: Annotated[SpeculationConfig, Field(validate_default=True)] = SpeculationConfig()
     engine: EngineConfig = TorchEngineConfig()
+    """What runs the models; `kind` says which."""
     hardware: HardwareConfig = HardwareConfig()
     triton: TritonConfig = TritonConfig()
     gateway: GatewayConfig = GatewayConfig()

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from toolkit.client import ClientError, Options
 from toolkit.gateway.arms import Arm
 from toolkit.gateway.backends import Overloaded
-from toolkit.gateway.bodies import body_of, read_body
+from toolkit.gateway.bodies import INVALID, body_of, read_body
 from toolkit.gateway.faults import internal_error
 from toolkit.gateway.metrics import CONTENT_TYPE
 from toolkit.gateway.protocol import (
@@ -262,7 +262,7 @@ async def _asked(gateway: Gateway, data: bytes, parse: Parse) -> Asked:
         try:
             return parse(body_of(data))
         except RecursionError as error:
-            raise Refusal("the body is nested too deeply") from error
+            raise Refusal("the body is nested too deeply", code=INVALID) from error
 
     if len(data) <= READ_AT_ONCE_BYTES:
         return asked()

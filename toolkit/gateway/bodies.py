@@ -15,14 +15,17 @@ from starlette.requests import Request
 
 from toolkit.gateway.protocol import Refusal
 
-__all__ = ["body_of", "read_body"]
+__all__ = ["INVALID", "body_of", "read_body"]
 
+INVALID = "invalid_body"
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request, max_bytes: int, limit_s: float) -> bytes:
     """The request's body. Raises Refusal, and ClientDisconnect."""
-    too_long = Refusal(f"the body has more than {max_bytes:,} bytes", status=413)
+    too_long = Refusal(
+        f"the body has more than {max_bytes:,} bytes", status=413, code="body_too_large"
+    )
     if int(request.headers.get("content-length") or 0) > max_bytes:
         raise too_long
 
@@ -37,7 +40,8 @@ async def read_body(request: Request, max_bytes: int, limit_s: float) -> bytes:
     try:
         return await asyncio.wait_for(read(), limit_s)
     except asyncio.TimeoutError as error:  # another class than TimeoutError in Python 3.10
-        raise Refusal(f"the body has not come within {limit_s:g} s", status=408) from error
+        what = f"the body has not come within {limit_s:g} s"
+        raise Refusal(what, status=408, code="body_too_late") from error
 
 
 def body_of(data: bytes) -> dict[str, Any]:
@@ -45,13 +49,14 @@ def body_of(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body is not JSON: {error}") from error
+        raise Refusal(f"the body is not JSON: {error}", code=INVALID) from error
     if not isinstance(body, dict):
-        raise Refusal("the body has to be a JSON object")
+        raise Refusal("the body has to be a JSON object", code=INVALID)
     # JSON can spell half of a surrogate pair (a client that cut a text within an emoji does), which
     # no text in UTF-8 has. Names and keys would carry it as far as a prompt.
     if SURROGATE.search(data) and not _is_text(body):
-        raise Refusal("the body has half of a surrogate pair, as where an emoji was cut in two")
+        what = "the body has half of a surrogate pair, as where an emoji was cut in two"
+        raise Refusal(what, code=INVALID)
     return body
 
 

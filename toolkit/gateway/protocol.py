@@ -18,8 +18,10 @@ from typing import Any, Literal
 
 from toolkit.client import Options, Statistics
 from toolkit.errors import ToolkitError
+from toolkit.openai_client import USAGE_COUNTS
 
 __all__ = [
+    "KNOWN",
     "MAX_SHOWN",
     "Answers",
     "Asked",
@@ -69,6 +71,8 @@ UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "the prompt in the answer"),
     "suffix": (("",), "text after the gap"),
 }
+# The parameters that a log may name. Any other is a text of the client's.
+KNOWN = CHAT | COMPLETION | NAMES | frozenset(UNSERVED)
 
 
 class Refusal(Exception):
@@ -229,12 +233,17 @@ def _check_keys(body: Mapping[str, Any], known: frozenset[str]) -> None:
         if key in UNSERVED:
             harmless, needed = UNSERVED[key]
             if value is not None and value not in harmless:
-                raise Refusal(f"{key} asks for {needed}, which is not served", parameter=key)
+                raise Refusal(
+                    f"{key} asks for {needed}, which is not served",
+                    parameter=key,
+                    code="unsupported_parameter",
+                )
         elif key not in known and key not in NAMES:
             shown = key[:MAX_SHOWN]
             close = difflib.get_close_matches(shown, known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise Refusal(f"{shown} is not a key of this endpoint{hint}", parameter=shown)
+            what = f"{shown} is not a key of this endpoint{hint}"
+            raise Refusal(what, parameter=shown, code="unknown_parameter")
 
 
 def _stream_options(body: Mapping[str, Any], streams: bool) -> dict[str, bool]:
@@ -415,6 +424,7 @@ def usage(statistics: Statistics) -> dict[str, Any]:
     """The tokens of a request, with the accepted and the rejected draft tokens where they are
     known. OpenAI defines these two for predictions that the client sends; drafts are predictions
     that the server makes, and rejected ones are not billed here, nor part of completion_tokens.
+    `speculation` is ours: what else the server tells of its verify steps.
     """
     prompt, completion = statistics.input_tokens or 0, statistics.output_tokens or 0
     counts: dict[str, Any] = {
@@ -427,4 +437,8 @@ def usage(statistics: Statistics) -> dict[str, Any]:
             "accepted_prediction_tokens": statistics.accepted,
             "rejected_prediction_tokens": statistics.drafted - statistics.accepted,
         }
+        told = {name: getattr(statistics, name) for name in USAGE_COUNTS}
+        known = {name: count for name, count in told.items() if count is not None}
+        if known:
+            counts["speculation"] = known
     return counts

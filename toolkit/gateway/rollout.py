@@ -38,7 +38,7 @@ MAX_TEXTS = 1000  # answers that wait for the other arm's
 PATIENCE = 20
 # test -> the figure in `ArmFigures` that both arms need for it
 NEEDED_FIGURES = {"ttft": "ttft_ms", "time per token": "token_ms", "acceptance": "acceptance"}
-LATENCIES = 500  # of each arm, for the percentiles that people are shown
+LATEST = 500  # sessions of each arm, whose times and acceptance people are shown
 
 
 @dataclass
@@ -61,7 +61,7 @@ class ArmFigures:
         ):
             if value is not None:
                 kept.append(value)
-                del kept[:-LATENCIES]
+                del kept[:-LATEST]
 
     def summary(self) -> dict[str, Any]:
         shown: dict[str, Any] = {"sessions": self.requests, "errors": self.errors}
@@ -137,6 +137,7 @@ class RolloutState:
             "needed_in_step": self.settings.min_requests,
             "false_alarm": self.settings.false_alarm,
             "arms": {name: arm.summary() for name, arm in self.arms.items()},
+            "latest": LATEST,
             "texts": {
                 "compared": self.evidence.compared_texts,
                 "differing": self.differing,

@@ -27,7 +27,7 @@ from toolkit.gateway.arms import Arms, Finished
 from toolkit.gateway.faults import described, internal_error
 from toolkit.gateway.guard import Guard
 from toolkit.gateway.metrics import Metrics
-from toolkit.gateway.protocol import Asked, Refusal, parse_chat
+from toolkit.gateway.protocol import KNOWN, Asked, Refusal, parse_chat
 
 __all__ = ["Gateway", "Render", "new_id", "refused"]
 
@@ -90,8 +90,8 @@ class Gateway:
         self.log(json.dumps({"time": _now(), **line}))
 
     def refuse(self, refusal: Refusal, request_id: str, path: str, key: str) -> Response:
-        """Count and log a request that goes to no arm: its answer. The message is not logged, since
-        it may hold what the client sent.
+        """Count and log a request that goes to no arm: its answer. The log has the code and the
+        key that is at fault. It does not have the message, which may hold what the client sent.
         """
         self.metrics.requests.labels(path, "-", str(refusal.status)).inc()
         line = {
@@ -101,6 +101,7 @@ class Gateway:
             "key": key,
             "status": str(refusal.status),
             "error": refusal.code or "refused",
+            **({"param": name} if (name := refusal.parameter) in KNOWN else {}),
         }
         self.tell(line)
         return refused(refusal, request_id)
