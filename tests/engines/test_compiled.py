@@ -25,6 +25,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import TOKENS, Export
 from tests.support.step_engines import chained
 from toolkit.engines.embedded.compile import private_cache
+from toolkit.engines.embedded.directory import FORMAT
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.package import PackagedEngine
 from toolkit.engines.embedded.toolchain import compiler_path
@@ -461,6 +462,7 @@ def test_fingerprint_is_stable_and_knows_what_matters() -> None:
     assert fingerprint("torch", spec()) == fingerprint("torch", spec())
     assert fingerprint("torch", spec(mode="eager")) == {
         "mode": "eager",
+        "format": str(FORMAT),
         "torch": torch.__version__,
         "device": "cpu",
     }

@@ -14,6 +14,7 @@ import torch
 
 from toolkit.checkpoints.quantized import open_checkpoint
 from toolkit.engines.embedded.directory import (
+    FORMAT,
     KERNELS,
     PACKAGE,
     WEIGHTS,
@@ -39,7 +40,7 @@ class TorchBackend:
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint:
         mode, _ = _resolve_mode(spec)
-        return {"mode": mode, **_built_with(mode, spec.device)}
+        return {"mode": mode, "format": str(FORMAT), **_built_with(mode, spec.device)}
 
     def compile(
         self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
