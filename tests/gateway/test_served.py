@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
 import time
@@ -18,7 +19,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from tests.support.gateways import MODEL, post, render, running
 from tests.support.vllm_stub import SPECULATION, Script, vllm_stub
-from toolkit.client import Client, ClientError, Options, RequestRefused
+from toolkit.client import Client, ClientError, Options, RequestRefused, ServerUnavailable
 from toolkit.config.schema import GatewayConfig
 from toolkit.gateway.answering import refusal_of
 from toolkit.gateway.app import Gateway
@@ -28,6 +29,7 @@ from toolkit.gateway.guard import Guard
 from toolkit.triton.process.server import TritonServer
 
 PROMPT = "def read_config(path):"
+WHOLE = {"streams": False, "tells_accepted": False}
 
 
 @contextmanager
@@ -184,6 +186,39 @@ def test_a_server_that_is_not_there_is_a_503() -> None:
     assert any("127.0.0.1:9" in line for line in lines)
     with gateway(lambda: VllmBackend("127.0.0.1:9", MODEL)) as url:
         assert post(url, "/v1/completions", body())[0] == 503
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_is_looked_for_all_the_time() -> None:
+    """Six attempts take 5 s. With gRPC's own backoff the last of five waits takes 6.5 s alone, and
+    all take 12.6 s at least.
+    """
+
+    async def count_attempts() -> int:
+        attempts = 0
+
+        async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal attempts
+            attempts += 1
+            writer.close()
+
+        async def ask() -> None:
+            while attempts < 6:
+                with pytest.raises(ServerUnavailable):
+                    await anext(backend.stream("p", Options(), "id", **WHOLE))
+                await asyncio.sleep(0.05)
+
+        listener = await asyncio.start_server(close, "127.0.0.1", 0)
+        backend = TritonBackend("{}:{}".format(*listener.sockets[0].getsockname()))
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ask(), 12)
+        finally:
+            await backend.close()
+            listener.close()
+        return attempts
+
+    assert asyncio.run(count_attempts()) >= 6
 
 
 def test_vllm_is_called_at_its_completions() -> None:
