@@ -127,7 +127,7 @@ STREAM = (
     answer(text_output=[""], output_ids=[2, 3], num_output_tokens=[3]),
     answer(text_output=["bc"], output_ids=[], num_output_tokens=[3], **STATISTICS),
 )
-REFUSAL = service_pb2.ModelStreamInferResponse(error_message="too long")
+REFUSAL = service_pb2.ModelStreamInferResponse(error_message="[refused] too long")
 
 
 def test_every_option_and_question_is_an_input_of_the_model() -> None:
@@ -255,6 +255,24 @@ def test_an_error_of_the_server_is_a_refusal_with_its_text(serve: Callable[..., 
     assert next(chunks).text == "a"
     with pytest.raises(RequestRefused, match="too long"):
         next(chunks)
+
+
+@pytest.mark.parametrize(
+    ("message", "outcome", "text"),
+    [
+        ("[refused] too long", "refused", "too long"),
+        ("[deadline] 5 ms passed", "deadline", "5 ms passed"),
+        ("[request id: 5] unexpected shape", None, "[request id: 5] unexpected shape"),
+        ("too long [refused] ", None, "too long [refused] "),
+    ],
+)
+def test_an_error_says_its_outcome(
+    serve: Callable[..., Any], message: str, outcome: str | None, text: str
+) -> None:
+    client, _ = serve(service_pb2.ModelStreamInferResponse(error_message=message))
+    with pytest.raises(RequestRefused) as refused:
+        list(client.stream("x"))
+    assert (refused.value.outcome, str(refused.value)) == (outcome, text)
 
 
 def test_a_dead_model_process_is_no_refusal_of_the_request(serve: Callable[..., Any]) -> None:

@@ -69,6 +69,8 @@ RESAMPLES = 2000
 # How long a server that has answered may take to end the stream. Triton keeps a request for ever
 # whose client hangs up in between (seen with 24.10: 12 KB and what the client sent).
 STREAM_END_S = 1.0
+# What the error of one of our models begins with.
+OUTCOME = re.compile(r"\[(?P<outcome>refused|overloaded|deadline|cancelled|error)\] ")
 MAX_PORT = 65535  # gRPC wraps a larger number around, and would call another server
 
 # The input tensor of every option.
@@ -122,7 +124,15 @@ class ClientError(Exception):
 
 
 class RequestRefused(ClientError):
-    """The server answered this request with an error, and keeps serving. The text is its own."""
+    """The server answered this request with an error, and keeps serving. The text is its own.
+
+    outcome: what the served model calls it, `refused` if the request is at fault; None: it does not
+    say.
+    """
+
+    def __init__(self, message: str, outcome: str | None = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class ServerUnavailable(ClientError):
@@ -531,12 +541,19 @@ def translated(error: Any, url: str, timeout_s: float) -> ClientError:
 
 def refused(message: str, url: str) -> ClientError:
     """The exception for an error that the server answered with."""
+    outcome, message = _outcome_of(message)
     # Once the process has died, Triton answers every request with this message.
     if message.startswith("Stub process") and "is not healthy" in message:
         return ServerUnavailable(f"{url}: the model's process has died ({message})")
     if "Server is stopping" in message:  # it takes no more requests, and says so without a code
         return ServerUnavailable(f"{url}: the server is stopping ({message})")
-    return RequestRefused(message)
+    return RequestRefused(message, outcome)
+
+
+def _outcome_of(message: str) -> tuple[str | None, str]:
+    """(outcome, the rest) of an error's text. Triton's own errors have no outcome."""
+    match = OUTCOME.match(message)
+    return (None, message) if match is None else (match["outcome"], message[match.end() :])
 
 
 @dataclass(frozen=True, slots=True)

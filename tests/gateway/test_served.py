@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
 import time
@@ -18,7 +19,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from tests.support.gateways import MODEL, post, render, running
 from tests.support.vllm_stub import SPECULATION, Script, vllm_stub
-from toolkit.client import Client, ClientError, Options
+from toolkit.client import Client, ClientError, Options, RequestRefused, ServerUnavailable
 from toolkit.config.schema import GatewayConfig
 from toolkit.gateway.answering import refusal_of
 from toolkit.gateway.app import Gateway
@@ -29,6 +30,7 @@ from toolkit.openai_client import usage_counts
 from toolkit.triton.process.server import TritonServer
 
 PROMPT = "def read_config(path):"
+WHOLE = {"streams": False, "tells_accepted": False}
 
 
 @contextmanager
@@ -122,6 +124,27 @@ def test_what_the_server_refuses_is_a_400(server: TritonServer) -> None:
             assert "max_seq_len" in answer["error"]["message"]
 
 
+def test_a_server_outlives_what_it_refuses(server: TritonServer) -> None:
+    """Triton 24.10 dies within a few hundred refusals if it is asked for the code of each."""
+
+    async def refusals() -> int:
+        backend, count = TritonBackend(server.grpc_url), 0
+        options = Options(max_tokens=100_000)
+        try:
+            while count < 1000:
+                pieces = backend.stream("p", options, "id", streams=True, tells_accepted=False)
+                with pytest.raises(RequestRefused, match="max_seq_len"):
+                    await anext(pieces)
+                count += 1
+        finally:
+            await backend.close()
+        return count
+
+    assert asyncio.run(refusals()) == 1000
+    with Client(server.grpc_url) as client:
+        assert client.generate(PROMPT, max_tokens=4).finish_reason is not None
+
+
 def test_a_refusal_names_the_client_s_key(server: TritonServer) -> None:
     with gateway(lambda: TritonBackend(server.grpc_url)) as url:
 
@@ -167,6 +190,39 @@ def test_a_server_that_is_not_there_is_a_503() -> None:
     assert any("127.0.0.1:9" in line for line in lines)
     with gateway(lambda: VllmBackend("127.0.0.1:9", MODEL)) as url:
         assert post(url, "/v1/completions", body())[0] == 503
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_is_looked_for_all_the_time() -> None:
+    """Six attempts take 5 s. With gRPC's own backoff the last of five waits takes 6.5 s alone, and
+    all take 12.6 s at least.
+    """
+
+    async def count_attempts() -> int:
+        attempts = 0
+
+        async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal attempts
+            attempts += 1
+            writer.close()
+
+        async def ask() -> None:
+            while attempts < 6:
+                with pytest.raises(ServerUnavailable):
+                    await anext(backend.stream("p", Options(), "id", **WHOLE))
+                await asyncio.sleep(0.05)
+
+        listener = await asyncio.start_server(close, "127.0.0.1", 0)
+        backend = TritonBackend("{}:{}".format(*listener.sockets[0].getsockname()))
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ask(), 12)
+        finally:
+            await backend.close()
+            listener.close()
+        return attempts
+
+    assert asyncio.run(count_attempts()) >= 6
 
 
 def test_vllm_is_called_at_its_completions() -> None:
@@ -220,6 +276,24 @@ class Odd(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
 
 
+class Refusing(Odd):
+    """Answers with an error, and ends the stream a moment later."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.metadata: dict[str, str] = {}
+        self.was_left = queue.SimpleQueue[bool]()
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        next(requests)
+        self.metadata = dict(context.invocation_metadata())
+        try:
+            yield service_pb2.ModelStreamInferResponse(error_message=self.message)
+            time.sleep(0.3)
+        finally:
+            self.was_left.put(not context.is_active())
+
+
 class Failing(Odd):
     """Gives the call up, after a chunk or before one."""
 
@@ -237,46 +311,64 @@ class Failing(Odd):
 
 
 @pytest.mark.parametrize(
-    ("details", "has_begun", "code"),
+    ("details", "has_begun"),
     [
-        ("Exceeds maximum queue size", False, "overloaded"),
-        ("Socket closed", False, "unavailable"),
-        ("recvmsg:Connection reset by peer", False, "unavailable"),
-        ("Socket closed", True, "unavailable"),
-        ("Cancelling all calls", True, "unavailable"),
+        ("Socket closed", False),
+        ("recvmsg:Connection reset by peer", False),
+        ("Socket closed", True),
+        ("Cancelling all calls", True),
     ],
 )
-def test_a_server_that_goes_away_is_unavailable_at_any_time(
-    details: str, has_begun: bool, code: str
-) -> None:
-    async def error(address: str) -> str:
+def test_a_server_that_goes_away_is_unavailable_at_any_time(details: str, has_begun: bool) -> None:
+    with served(Failing(details, has_begun)) as address:
+        assert told(address) == (503, "unavailable")
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "code"),
+    [
+        ("[refused] too long", 400, None),
+        ("[overloaded] 36 requests are being served", 503, "overloaded"),
+        ("[deadline] deadline of 5 ms passed", 503, "overloaded"),
+        ("[request id: 7] Exceeds maximum queue size", 503, "overloaded"),
+        ("[error] the draft failed", 503, "unavailable"),
+        ("[cancelled] cancelled by the client", 503, "unavailable"),
+        ("Failed to process the request(s) for model instance", 503, "unavailable"),
+        ("[request id: 7] Server is stopping", 503, "unavailable"),
+    ],
+)
+def test_whose_fault_an_error_is(message: str, status: int, code: str | None) -> None:
+    service = Refusing(message)
+    with served(service) as address:
+        assert told(address) == (status, code)
+    assert "triton_grpc_error" not in service.metadata
+
+
+def test_a_model_that_is_not_there_is_not_the_client_s_fault() -> None:
+    class Empty(Odd):
+        def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+            context.abort(grpc.StatusCode.NOT_FOUND, "Request for unknown model")
+
+    with served(Empty()) as address:
+        assert told(address) == (503, "unavailable")
+
+
+def told(address: str) -> tuple[int, str | None]:
+    """(status, code) of the error that a client is told for a request at this server."""
+
+    async def ask() -> tuple[int, str | None]:
         backend = TritonBackend(address)
         try:
             async for _ in backend.stream("p", Options(), "id", streams=True, tells_accepted=False):
                 pass
-        except ClientError as failure:
-            return str(refusal_of(failure, 1).code)
+        except ClientError as error:
+            refusal = refusal_of(error, 1)
+            return refusal.status, refusal.code
         finally:
             await backend.close()
-        return "none"
+        return 200, None
 
-    with served(Failing(details, has_begun)) as address:
-        assert asyncio.run(error(address)) == code
-
-
-class Refusing(Odd):
-    """A server that refuses, and ends the stream a moment later."""
-
-    def __init__(self) -> None:
-        self.was_left = queue.SimpleQueue[bool]()
-
-    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
-        next(requests)
-        try:
-            yield service_pb2.ModelStreamInferResponse(error_message="too long")
-            time.sleep(0.3)
-        finally:
-            self.was_left.put(not context.is_active())
+    return asyncio.run(ask())
 
 
 @contextmanager
@@ -305,7 +397,7 @@ def test_a_server_that_answers_something_else_is_a_503(streams: bool) -> None:
 
 
 def test_a_server_that_has_refused_is_left_when_it_has_ended_the_stream() -> None:
-    service = Refusing()
+    service = Refusing("[refused] too long")
     with served(service) as address, gateway(lambda: TritonBackend(address)) as url:
         status, _, answer = post(url, "/v1/completions", body())
         assert (status, answer["error"]["message"]) == (400, "too long")

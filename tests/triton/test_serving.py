@@ -401,8 +401,9 @@ def test_statistics_over_http_are_the_contract_s(tiny_server: TritonServer) -> N
 
 def test_a_deadline_ends_a_request(client: Client, tiny_server: TritonServer, endless: str) -> None:
     before = settled(tiny_server)
-    with pytest.raises(RequestRefused, match="deadline of 15 ms passed after"):
+    with pytest.raises(RequestRefused, match="deadline of 15 ms passed after") as ended:
         client.generate(endless, max_tokens=LONG, timeout_ms=15)
+    assert ended.value.outcome == "deadline"
     with pytest.raises(RequestRefused, match="deadline of 15 ms passed after"):
         list(client.stream(endless, max_tokens=LONG, timeout_ms=15))
     after = settled(tiny_server)
@@ -509,12 +510,12 @@ def test_overload_is_refused_at_once_and_the_rest_is_served(
         try:
             return client.generate(endless, max_tokens=60).text
         except RequestRefused as refused:
-            return f"refused: {refused}"
+            return f"{refused.outcome}: {refused}"
 
     before = settled(tiny_server)
     with ThreadPoolExecutor(request_count) as pool:
         results = list(pool.map(run, range(request_count)))
-    refusals = [result for result in results if result.startswith("refused: ")]
+    refusals = [result for result in results if result.startswith("overloaded: ")]
     assert 0 < len(refusals) <= 24
     assert all("being served or waiting" in refusal for refusal in refusals)
     assert len(set(results) - set(refusals)) == 1

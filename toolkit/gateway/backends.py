@@ -29,7 +29,6 @@ from toolkit.client import (
     Options,
     RequestRefused,
     ServerUnavailable,
-    refused,
     translated,
 )
 from toolkit.openai_client import Answer, OpenAiClient, error_of
@@ -44,17 +43,15 @@ RECONNECT_MS = 1000
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 HTTP_OK = 200
 OVERLOADED_STATUS = (429, 503)
-CONNECTION_WORDS = ("onnect", "ocket", "GOAWAY")  # in what gRPC itself says of UNAVAILABLE
-# Asks Triton to end a stream with the code of an error; else it sends the error's text alone. Seen
-# with 24.10.
-STATUS_CODES = (("triton_grpc_error", "true"),)
+# What Triton itself says of a model whose queue is full, or in which a request has waited too long.
+FULL_QUEUE = ("Exceeds maximum queue size", "Request timeout expired")
 
 
 class OptionRefused(RequestRefused):
     """The served model has no such option. option: a field of `Options`."""
 
     def __init__(self, option: str) -> None:
-        super().__init__(f"the served model does not take {option}")
+        super().__init__(f"the served model does not take {option}", "refused")
         self.option = option
 
 
@@ -89,7 +86,12 @@ class Backend(Protocol):
 
 
 class TritonBackend:
-    """A model of a tritonserver, over gRPC. model: as for `toolkit.client.Client`."""
+    """A model of a tritonserver, over gRPC. model: as for `toolkit.client.Client`.
+
+    It reads from an error's text whose fault it is. Triton would end the stream with a code if the
+    metadata `triton_grpc_error` asked for it; but Triton 24.10 dies of that, in median at the 57th
+    refusal (see docs/serving.md).
+    """
 
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 300.0) -> None:
         import grpc
@@ -97,9 +99,6 @@ class TritonBackend:
 
         self.url, self._timeout_s, self._model = url, timeout_s, model
         self._messages, self._errors = service_pb2, grpc.RpcError
-        status = grpc.StatusCode
-        self._unavailable = status.UNAVAILABLE
-        self._refusals = (status.INVALID_ARGUMENT, status.UNIMPLEMENTED, status.OUT_OF_RANGE)
         options = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.enable_http_proxy", 0),
@@ -126,7 +125,7 @@ class TritonBackend:
                 self._model, self._interface = model, ModelInterface.of(answer.config)
                 break
             else:
-                raise failure
+                raise self._failed(failure)
         return self._interface
 
     async def stream(
@@ -153,14 +152,11 @@ class TritonBackend:
         async def requests() -> AsyncIterator[Any]:
             yield request
 
-        call = self._stub.ModelStreamInfer(
-            requests(), timeout=self._timeout_s, metadata=STATUS_CODES
-        )
+        call = self._stub.ModelStreamInfer(requests(), timeout=self._timeout_s)
         reader = AnswerReader(interface, self.url, streaming=streams)
-        accepted, has_begun = 0, False
+        accepted = 0
         try:
             async for response in call:
-                has_begun = True
                 chunk = reader.read(response)
                 if chunk is None:
                     continue
@@ -169,8 +165,11 @@ class TritonBackend:
                 if tells_accepted and counted:
                     new_accepted, accepted = counted[0] - accepted, counted[0]
                 yield Piece(chunk, new_accepted)
+        except RequestRefused as error:
+            raise self._meant(error) from error
         except self._errors as error:
-            raise self._failure(error, has_begun) from error
+            failure = translated(error, self.url, self._timeout_s)
+            raise self._failed(failure) from error
         except (KeyError, TypeError, ValueError, struct.error) as error:
             raise ServerUnavailable(
                 f"{self.url}: the answer is not one of a model of text ({error!r})"
@@ -182,21 +181,22 @@ class TritonBackend:
             call.cancel()  # does nothing if the call is over
         reader.check_complete()
 
-    def _failure(self, error: Any, has_begun: bool) -> ClientError:
-        """Whose fault a failed call was. Only some codes say that it was the request's. Triton's
-        own UNAVAILABLE is a full queue, in which no request has begun; gRPC's is a connection that
-        is refused, reset or closed.
+    def _meant(self, error: RequestRefused) -> ClientError:
+        """What an error of the server says of this request. Of one that does not say its outcome,
+        the server is at fault: what clients send has been checked, and put into tensors of the
+        right form.
         """
-        code, details = error.code(), str(error.details())
-        if code in self._refusals:
-            return refused(details, self.url)
-        is_of_triton = not any(word in details for word in CONNECTION_WORDS)
-        if code == self._unavailable and is_of_triton and not has_begun:
-            return Overloaded(details)
-        failure = translated(error, self.url, self._timeout_s)
-        if isinstance(failure, ServerUnavailable):
-            return failure
-        return ServerUnavailable(f"{self.url}: the server failed ({details})")
+        if error.outcome == "refused":
+            return error
+        is_full = any(words in str(error) for words in FULL_QUEUE)
+        if error.outcome in ("overloaded", "deadline") or is_full:
+            return Overloaded(str(error))
+        return self._failed(error)
+
+    def _failed(self, error: ClientError) -> ClientError:
+        if isinstance(error, ServerUnavailable):
+            return error
+        return ServerUnavailable(f"{self.url}: the server failed ({error})")
 
 
 def _untaken(interface: ModelInterface, options: Options) -> str | None:

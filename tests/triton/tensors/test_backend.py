@@ -1,4 +1,6 @@
-"""Histograms that are sent as counters hold what a histogram would, in few messages."""
+"""Histograms that are sent as counters hold what a histogram would, in few messages. Errors say
+their outcome in their text.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.client import RequestRefused, refused
 from toolkit.interfaces import RequestStats
-from toolkit.triton.tensors.backend import Batch, Gap, Metrics, steps_by_tokens
+from toolkit.triton.tensors.backend import (
+    ERROR_CODES,
+    Batch,
+    Gap,
+    Metrics,
+    error_response,
+    steps_by_tokens,
+)
 from toolkit.triton.tensors.contract import METRICS, NEXT_TOKEN_BUCKETS
 
 MS = 1_000_000
@@ -180,3 +190,19 @@ def test_steps_are_counted_by_the_reason_of_their_draft_length() -> None:
     assert page.of("toolkit_draft_len_steps", reason="prompt length") == 6
     assert page.of("toolkit_draft_len_changes") == 4
     assert page.of("toolkit_draft_probes") == 2
+
+
+@pytest.mark.parametrize("outcome", ERROR_CODES)
+def test_the_client_reads_the_outcome_of_an_error(outcome: Any) -> None:
+    codes = {name: f"code {name}" for name in ERROR_CODES.values()}
+
+    def triton_error(text: str, code: str) -> Any:
+        return SimpleNamespace(text=text, code=code)
+
+    vars(triton_error).update(codes)
+    backend = SimpleNamespace(TritonError=triton_error, InferenceResponse=lambda error: error)
+    response = error_response(backend, outcome, "[5] is why")
+    assert response.code == codes[ERROR_CODES[outcome]]
+    read = refused(response.text, "here")
+    assert isinstance(read, RequestRefused)
+    assert (read.outcome, str(read)) == (outcome, "[5] is why")

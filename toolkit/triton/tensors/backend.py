@@ -1,4 +1,4 @@
-"""What our models share inside Triton's Python backend: metrics, error codes and the arguments of
+"""What our models share inside Triton's Python backend: metrics, errors and the arguments of
 `initialize`.
 
 Triton's own module exists only in the process that serves a model, so it is an argument here.
@@ -19,7 +19,15 @@ from toolkit.interfaces import RequestStats
 from toolkit.triton.tensors.contract import METRICS
 from toolkit.words import RequestOutcome
 
-__all__ = ["ERROR_CODES", "Gap", "Metrics", "folder_of", "parameters_of", "traceback_of"]
+__all__ = [
+    "ERROR_CODES",
+    "Gap",
+    "Metrics",
+    "error_response",
+    "folder_of",
+    "parameters_of",
+    "traceback_of",
+]
 
 Gap: TypeAlias = tuple[int, int]  # (ns between two chunks, tokens of the later one)
 NS_PER_S = 1e9
@@ -49,6 +57,16 @@ def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:
     stated = json.loads(arguments["model_config"]).get("parameters", {})
     values = {name: str(value["string_value"]) for name, value in stated.items()}
     return {name: value for name, value in values.items() if value and not value.startswith("${")}
+
+
+def error_response(pb_utils: Any, outcome: RequestOutcome, message: str) -> Any:
+    """What a client's request is answered with if it has no result. The text begins with the
+    outcome in brackets: a stream over gRPC has the text alone, and Triton 24.10 dies if it is asked
+    for the code.
+    """
+    code = getattr(pb_utils.TritonError, ERROR_CODES[outcome])
+    error = pb_utils.TritonError(f"[{outcome}] {message}", code)
+    return pb_utils.InferenceResponse(error=error)
 
 
 class Batch:

@@ -19,6 +19,8 @@ What a response holds:
   reason is the text None until there is one, and acceptance_rate is 0.0 if nothing was drafted. To
   a request with return_speculation_stats, which only our clients send, they come with the last
   chunk alone.
+- An error's text begins with the request's outcome (see METRICS), as in `[refused] the prompt has
+  ...`: over gRPC a stream has no code of it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ __all__ = [
 # The version of the packaged files and of what they use of the toolkit. It is written into the
 # repository, so a repository of another version is recognised when it is loaded. Raise it when
 # either changes; it is also the package stage's version.
-PACKAGE_VERSION = 9
+PACKAGE_VERSION = 10
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 # The models of the other layout, `bls`: clients call BLS_MODEL, which calls the others. There MODEL

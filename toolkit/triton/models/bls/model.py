@@ -38,7 +38,13 @@ from toolkit.speculative.bls_loop import Adaptive, DraftFailed, Drafts, Part, Ro
 from toolkit.speculative.call_costs import CallCosts
 from toolkit.speculative.limits import check_prompt_length, check_total_length
 from toolkit.speculative.text import TextStream
-from toolkit.triton.tensors.backend import ERROR_CODES, Gap, Metrics, parameters_of, traceback_of
+from toolkit.triton.tensors.backend import (
+    Gap,
+    Metrics,
+    error_response,
+    parameters_of,
+    traceback_of,
+)
 from toolkit.triton.tensors.bls import (
     BlsAnswer,
     BlsRequest,
@@ -128,9 +134,8 @@ class TritonPythonModel:
         gaps: Sequence[Gap] = (),
     ) -> None:
         self._metrics.finished(outcome, stats, gaps)
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
         sender.send(
-            pb_utils.InferenceResponse(error=error),
+            error_response(pb_utils, outcome, message),
             flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
         )
 

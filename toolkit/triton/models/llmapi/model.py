@@ -44,7 +44,7 @@ try:
         times_of_thread,
         tritonserver_above,
     )
-    from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, traceback_of
+    from toolkit.triton.tensors.backend import Metrics, error_response, traceback_of
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.tensors.requests import (
         Answer,
@@ -421,6 +421,4 @@ def _tensor(name: str, values: list[Any]) -> Any:
 
 
 def _error(outcome: RequestOutcome, message: str) -> Any:
-    return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
-    )
+    return error_response(pb_utils, outcome, message)

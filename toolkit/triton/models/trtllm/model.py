@@ -28,7 +28,7 @@ import yaml
 
 from toolkit.engines.trtllm.speculative_config import with_speculative_config
 from toolkit.errors import RequestError
-from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, folder_of, traceback_of
+from toolkit.triton.tensors.backend import Metrics, error_response, folder_of, traceback_of
 from toolkit.triton.tensors.contract import MODEL
 from toolkit.triton.tensors.requests import Limits, Request, check_is_only, parse
 from toolkit.triton.tensors.trtllm_tensors import (
@@ -300,9 +300,8 @@ class TritonPythonModel:
 
 
 def _send_error(sender: Any, outcome: RequestOutcome, message: str) -> None:
-    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
     sender.send(
-        pb_utils.InferenceResponse(error=error),
+        error_response(pb_utils, outcome, message),
         flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     )
 
