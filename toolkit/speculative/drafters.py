@@ -76,7 +76,8 @@ class ModelDrafter:
 
     def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
-        self._chains = isinstance(engine, ChainingEngine)  # asked once, since it takes some time
+        # Asked once, since it takes some time.
+        self._chaining = engine if isinstance(engine, ChainingEngine) else None
         # Per slot: how many leading tokens of the cache belong to the sequence.
         self._valid_tokens = [0] * engine.max_batch_size
 
@@ -95,18 +96,19 @@ class ModelDrafter:
                 self.feed(row.slot, row.ids[:-1])
         # The longest drafts come first, so the rows that go on are always the start of the list.
         rows = sorted(sequences, key=lambda sequence: -sequence.draft_room())
-        chained = [row for row in rows if self._chains and row.rule.draft_temperature is not None]
-        if chained:
-            self._propose_chained(chained)
-        single = [row for row in rows if row not in chained] if len(chained) < len(rows) else []
-        if single:
-            self._propose_singly(single)
+        if self._chaining is not None:
+            chained = [row for row in rows if row.rule.draft_temperature is not None]
+            rows = [row for row in rows if row.rule.draft_temperature is None]
+            if chained:
+                self._propose_chained(self._chaining, chained)
+        if rows:
+            self._propose_singly(rows)
         for sequence in sequences:
             self._valid_tokens[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
 
-    def _propose_chained(self, rows: list[Sequence]) -> None:
+    def _propose_chained(self, engine: ChainingEngine, rows: list[Sequence]) -> None:
         """In one call of the engine, which feeds itself. rows: the longest drafts first."""
-        engine, counts = _chaining(self._engine), [row.draft_room() for row in rows]
+        counts = [row.draft_room() for row in rows]
         slots, starts = [row.slot for row in rows], [self._valid_tokens[row.slot] for row in rows]
         self._rewind(slots, starts)
         tokens, probs = engine.forward_chain(
@@ -216,11 +218,6 @@ class ModelDrafter:
         engine = self._engine
         if any(engine.length(slot) != length for slot, length in zip(slots, lengths, strict=True)):
             engine.rewind(slots, lengths)
-
-
-def _chaining(engine: StepEngine) -> ChainingEngine:
-    assert isinstance(engine, ChainingEngine)
-    return engine
 
 
 class Lookup:
