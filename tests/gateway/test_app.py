@@ -8,15 +8,21 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from typing import Any, cast
 
 import openai
 import pytest
 
-from tests.support.gateways import MODEL, ScriptedBackend, gateway, post, render
+from tests.support.gateways import (
+    MODEL,
+    ScriptedBackend,
+    gateway,
+    post,
+    render,
+    sent,
+    until,
+)
 from toolkit.client import Options, RequestRefused, ServerUnavailable, Statistics
 from toolkit.gateway.arms import SERVED, Arm, Choice, OneArm
 from toolkit.gateway.backends import Overloaded
@@ -37,14 +43,6 @@ def get(url: str) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not come about within 10 s")
 
 
 def test_openai_s_client_reads_a_whole_chat_answer() -> None:
@@ -181,7 +179,7 @@ def test_a_fault_of_the_gateway_is_a_500_and_its_place_is_logged(streams: bool) 
 def test_a_fault_in_the_midst_ends_the_stream_with_an_error() -> None:
     backend = ScriptedBackend(failure=KeyError("x"), failing_after=2)
     with gateway(backend) as served:
-        with _sent(served.url, {**BODY, "stream": True}) as connection:
+        with sent(served.url, {**BODY, "stream": True}) as connection:
             data = b""
             while b"\r\n0\r\n\r\n" not in data:  # the end that HTTP needs
                 part = connection.recv(10_000)
@@ -252,7 +250,7 @@ def test_a_client_that_hangs_up_ends_its_request(streams: bool) -> None:
 def test_a_client_that_reads_nothing_loses_its_place() -> None:
     backend = ScriptedBackend(words=["x" * 1_000_000] * 100)
     with gateway(backend, request_timeout_s=0.3) as served:
-        with _sent(served.url, {**BODY, "stream": True}):
+        with sent(served.url, {**BODY, "stream": True}):
             until(lambda: backend.running == 1)
             until(lambda: served.gateway.guard.running == 0)
             until(lambda: len(served.lines) == 1)
@@ -270,16 +268,6 @@ def test_a_body_that_does_not_come_is_not_awaited() -> None:
             assert b" 408 " in connection.recv(1000)
             while connection.recv(1000):
                 pass  # and the connection is closed
-
-
-def _sent(url: str, body: dict[str, Any]) -> socket.socket:
-    """A connection that a request was sent over."""
-    host, port = url.removeprefix("http://").split(":")
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(head.encode() + data)
-    return connection
 
 
 def test_a_key_is_needed_where_keys_are_set() -> None:

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import json
 import queue
+import re
+import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -17,7 +20,8 @@ import openai
 import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from tests.support.gateways import MODEL, post, render, running
+from tests.support.gateways import MODEL, post, render, running, sent, until
+from tests.support.serving import MAX_BATCH_SIZE
 from tests.support.vllm_stub import SPECULATION, Script, vllm_stub
 from toolkit.client import Client, ClientError, Options, RequestRefused, ServerUnavailable
 from toolkit.config.schema import GatewayConfig
@@ -28,8 +32,10 @@ from toolkit.gateway.backends import Backend, TritonBackend, VllmBackend
 from toolkit.gateway.guard import Guard
 from toolkit.openai_client import usage_counts
 from toolkit.triton.process.server import TritonServer
+from toolkit.triton.tensors.contract import BLS_MODEL
 
-PROMPT = "def read_config(path):"
+PROMPT = "def read_config(path):"  # the tiny pair continues it to the end of the sequence
+CONFIG = GatewayConfig(stop_timeout_s=1)
 WHOLE = {"streams": False, "tells_accepted": False}
 
 
@@ -39,22 +45,22 @@ def gateway(
 ) -> Iterator[str]:
     """A gateway before the backend that `make` makes in the event loop: its URL."""
 
-    config = GatewayConfig(stop_timeout_s=1)
-
-    def made() -> Gateway:
-        backend: Backend = make()
-        return Gateway(
-            config,
-            MODEL,
-            OneArm(Arm(SERVED, backend, is_plain=plain)),
-            Guard((), None, 64, time.monotonic),
-            render,
-            str,
-            log,
-        )
-
-    with running(config, made) as url:
+    with running(CONFIG, lambda: before_one(make(), plain=plain, log=log)) as url:
         yield url
+
+
+def before_one(
+    backend: Backend, *, plain: bool = False, log: Callable[[str], None] = lambda line: None
+) -> Gateway:
+    return Gateway(
+        CONFIG,
+        MODEL,
+        OneArm(Arm(SERVED, backend, is_plain=plain)),
+        Guard((), None, 64, time.monotonic),
+        render,
+        str,
+        log,
+    )
 
 
 @pytest.fixture(params=["llmapi", "bls"])
@@ -143,6 +149,89 @@ def test_a_server_outlives_what_it_refuses(server: TritonServer) -> None:
     assert asyncio.run(refusals()) == 1000
     with Client(server.grpc_url) as client:
         assert client.generate(PROMPT, max_tokens=4).finish_reason is not None
+
+
+def test_clients_that_hang_up_while_they_wait_leave_nothing_behind(
+    server: TritonServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the layout bls they wait in Triton's queue, which gives them up when their turn comes."""
+    lines: list[str] = []
+    endless = body(max_tokens=900)
+    is_bls = (server.repository / BLS_MODEL).is_dir()
+    queue = "nv_inference_pending_request_count" if is_bls else "toolkit_queued_requests"
+    until(lambda: counted(server)["toolkit_active_requests"] == 0)
+    before = counted(server)
+    with held(server, lines.append) as (url, made, tasks), contextlib.ExitStack() as connections:
+
+        def send(stream: bool) -> socket.socket:
+            return connections.enter_context(sent(url, {**endless, "stream": stream}))
+
+        idle_tasks = tasks()
+        served = [send(True) for _ in range(MAX_BATCH_SIZE)]
+        for connection in served:
+            assert b"200 OK" in connection.recv(100)
+        waiting = [send(number % 2 == 0) for number in range(6)]
+        until(lambda: counted(server)[queue] == 6)
+        for connection in waiting:
+            connection.close()
+        until(lambda: made.guard.running == MAX_BATCH_SIZE)
+        assert [json.loads(line)["status"] for line in lines] == ["hung up"] * 6
+        if not is_bls:
+            until(lambda: counted(server)[queue] == 0)
+        for connection in served:
+            connection.close()
+        until(lambda: made.guard.running == 0)
+        until(lambda: tasks() == idle_tasks)
+        until(lambda: cancelled(server) - sum(before.get(name, 0) for name in CANCELLED) == 10)
+        after = counted(server)
+        begun = "toolkit_queue_seconds_count"
+        assert after[begun] - before[begun] == MAX_BATCH_SIZE
+        assert after[queue] == 0
+        assert post(url, "/v1/completions", body())[0] == 200
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+CANCELLED = ("toolkit_requests:cancelled", "nv_inference_request_failure:CANCELED")
+
+
+def cancelled(server: TritonServer) -> float:
+    """By the model, or before it by Triton."""
+    counts = counted(server)
+    return sum(counts.get(name, 0) for name in CANCELLED)
+
+
+def counted(server: TritonServer) -> dict[str, float]:
+    """'name' or 'name:label' -> value, of the model that clients call."""
+    page = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
+    model = BLS_MODEL if (server.repository / BLS_MODEL).is_dir() else "tensorrt_llm"
+    rows = re.findall(
+        rf'^(\w+){{model="{model}"(?:,(?:outcome|reason)="(\w+)")?(?:,version="1")?}} (\S+)$',
+        page,
+        re.MULTILINE,
+    )
+    return {f"{name}:{label}" if label else name: float(value) for name, label, value in rows}
+
+
+@contextmanager
+def held(
+    server: TritonServer, log: Callable[[str], None]
+) -> Iterator[tuple[str, Gateway, Callable[[], int]]]:
+    """(URL, gateway, number of tasks in its event loop) of a gateway before a server."""
+    parts: list[tuple[Gateway, asyncio.AbstractEventLoop]] = []
+
+    def make() -> Gateway:
+        made = before_one(TritonBackend(server.grpc_url), log=log)
+        parts.append((made, asyncio.get_running_loop()))
+        return made
+
+    async def count() -> int:
+        return len(asyncio.all_tasks())
+
+    def tasks() -> int:
+        return asyncio.run_coroutine_threadsafe(count(), parts[0][1]).result(10)
+
+    with running(CONFIG, make) as url:
+        yield url, parts[0][0], tasks
 
 
 def test_a_refusal_names_the_client_s_key(server: TritonServer) -> None:

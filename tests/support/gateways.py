@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -173,7 +175,6 @@ def running(config: GatewayConfig, make: Callable[[], Gateway], **bounds: Any) -
 
 def post(url: str, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
     """(status, headers, JSON or text) of a request."""
-    import json
     import urllib.error
     import urllib.request
 
@@ -185,3 +186,21 @@ def post(url: str, path: str, body: Any, headers: Mapping[str, str] | None = Non
     except urllib.error.HTTPError as error:
         with error:
             return error.code, dict(error.headers), json.loads(error.read())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about within 10 s")
+
+
+def sent(url: str, body: Any) -> socket.socket:
+    """A connection that a completion was asked for over."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(head.encode() + data)
+    return connection
