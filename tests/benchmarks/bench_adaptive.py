@@ -40,12 +40,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tests.benchmarks.engines import facts
 from tests.support.runtimes import Outcome, make_request
+from toolkit.engines.embedded.package import PackagedEngine
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
-from toolkit.interfaces import StepEngine
 from toolkit.resampling import bootstrap_ratio_of_sums
 from toolkit.speculative.adaptive import AdaptiveSettings
 from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
@@ -64,7 +65,7 @@ WRONG_TOKEN = 0
 class SpoiledDraft:
     """An engine whose best token is wrong wherever `is_spoiled` says so of the tokens before it."""
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: PackagedEngine) -> None:
         self._engine = engine
         self._held: list[list[int]] = [[] for _ in range(engine.max_batch_size)]
         self.vocab_size = engine.vocab_size
@@ -86,6 +87,28 @@ class SpoiledDraft:
                 if self.is_spoiled(held[max(0, end - CONTEXT_TOKENS) : end]):
                     host[row, column, WRONG_TOKEN] = 1e4
         return logits
+
+    def forward_chain(
+        self,
+        slots: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        temperatures: Sequence[float],
+        uniforms: Sequence[Sequence[float]],
+    ) -> tuple[list[list[int]], NDArray[Any] | None]:
+        """What the engine chooses, but for wrong tokens at spoiled places. What it chose behind
+        them is as good as any other text, since nothing behind a wrong token is accepted.
+        """
+        ids, _ = self._engine.forward_chain(slots, rows, counts, temperatures, uniforms)
+        for slot, new, chosen in zip(slots, rows, ids, strict=True):
+            held = self._held[slot]
+            held += new
+            for place, token in enumerate(chosen):
+                if self.is_spoiled(held[-CONTEXT_TOKENS:]):
+                    chosen[place] = WRONG_TOKEN
+                if place < len(chosen) - 1:
+                    held.append(token)
+        return ids, None
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         self._engine.rewind(slots, lengths)
@@ -242,7 +265,9 @@ def main() -> int:
     if not (asked.engines / "target" / "config.json").exists():
         build_engines()
     target = loader("torch").load(asked.engines / "target", threads=1)
-    draft = SpoiledDraft(loader("torch").load(asked.engines / "draft", threads=1))
+    draft_engine = loader("torch").load(asked.engines / "draft", threads=1)
+    assert isinstance(draft_engine, PackagedEngine)
+    draft = SpoiledDraft(draft_engine)
     codec = TextCodec.from_file(asked.engines / "target" / "tokenizer.json")
     config = json.loads((asked.engines / "target" / "config.json").read_text())
     settings = RuntimeSettings(

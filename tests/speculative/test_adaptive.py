@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,11 @@ VERIFY = {
 DRAFT, PROBE, HOST = 0.055, 0.17, 0.06
 
 
+def between(figures: tuple[float, ...], width: float) -> float:
+    """Of a step whose rows have so many tokens in the mean. figures: from one token on."""
+    return float(np.interp(width, range(1, len(figures) + 1), figures))
+
+
 @dataclass
 class Costs:
     """verify: per width, of one row; every further row costs `per_row` of it."""
@@ -34,11 +40,11 @@ class Costs:
     per_row: float = 1.0
     probe: float = PROBE
 
-    def draft_ns(self, rows: int) -> float:
+    def draft_ns(self, rows: int, depth: int) -> float:
         return 1e6 * self.draft * (1 + 0.2 * (rows - 1)) if rows else 0.0
 
-    def step_ns(self, rows: int, width: int) -> float:
-        return 1e6 * (HOST + self.verify[width - 1] * (1 + self.per_row * (rows - 1)))
+    def step_ns(self, rows: int, width: float) -> float:
+        return 1e6 * (HOST + between(self.verify, width) * (1 + self.per_row * (rows - 1)))
 
     def probe_ns(self, rows: int) -> float:
         return 1e6 * self.probe * rows
@@ -47,10 +53,10 @@ class Costs:
 class Measured(Costs):
     """The figures above, for the numbers of rows that they were taken at."""
 
-    def step_ns(self, rows: int, width: int) -> float:
+    def step_ns(self, rows: int, width: float) -> float:
         nearest = min(VERIFY, key=lambda each: abs(each - rows))
         scale = (rows + 1) / (nearest + 1)
-        return 1e6 * (HOST * (1 + 0.4 * (rows - 1)) + VERIFY[nearest][width - 1] * scale)
+        return 1e6 * (HOST * (1 + 0.4 * (rows - 1)) + between(VERIFY[nearest], width) * scale)
 
 
 def controller(costs: Costs | None = None, **changes: float | None) -> Controller:
@@ -106,7 +112,7 @@ def test_the_length_is_the_fastest_of_all_for_the_acceptance() -> None:
         speeds = []
         for length in range(LONGEST + 1):
             tokens = sum(alpha**place for place in range(length + 1))
-            spent = decider.costs.step_ns(1, length + 1) + length * decider.costs.draft_ns(1)
+            spent = decider.costs.step_ns(1, length + 1) + length * decider.costs.draft_ns(1, 1)
             speeds.append(tokens / spent)
         assert chosen(decider, state) == [speeds.index(max(speeds))]
 
@@ -309,9 +315,9 @@ def speed(mix: str, load: int, fixed: int | None) -> float:
                 )
                 for row in rows
             ]
-            spent += costs.step_ns(len(rows), 1 + max(lengths))
+            spent += costs.step_ns(len(rows), 1 + sum(lengths) / len(rows))
             for depth in range(max(lengths)):
-                spent += costs.draft_ns(sum(length > depth for length in lengths))
+                spent += costs.draft_ns(sum(length > depth for length in lengths), depth + 1)
             for row, length in zip(rows, lengths, strict=True):
                 accepted = row.step(length)
                 if length:
@@ -343,7 +349,7 @@ def probed(decider: Controller, rows: list[Row]) -> float:
 def test_adapting_keeps_nearly_all_of_the_best_fixed_length(mix: str, load: int) -> None:
     fixed = [speed(mix, load, length) for length in range(LONGEST + 1)]
     adaptive = speed(mix, load, None)
-    assert adaptive >= 0.96 * max(fixed)
+    assert adaptive >= 0.97 * max(fixed)
     assert adaptive >= 0.97 * fixed[0]
 
 

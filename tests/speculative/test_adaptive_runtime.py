@@ -49,19 +49,19 @@ class RandomCosts(StepCosts):
     """Every question has another answer, so that lengths jump about."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__([[1.0] * (MAX_ROWS + 1)] * 12, [1.0] * (MAX_ROWS + 1), 1.0)
+        super().__init__([[1.0] * (MAX_ROWS + 1)] * 12, *[[1.0] * (MAX_ROWS + 1)] * 2, 1.0)
         self._random = random.Random(seed)
 
-    def draft_ns(self, rows: int) -> float:
+    def draft_ns(self, rows: int, depth: int) -> float:
         return self._random.choice([0.0, 10.0, 1e6])
 
-    def step_ns(self, rows: int, width: int) -> float:
+    def step_ns(self, rows: int, width: float) -> float:
         return self._random.choice([1e5, 1e6])
 
 
 def even_costs(draft: float = 300.0, verify: float = 1000.0) -> StepCosts:
     """Forwards cost the same whatever their width: drafts pay where they are accepted."""
-    return StepCosts([[verify] * (MAX_ROWS + 1)] * 12, [draft] * (MAX_ROWS + 1), 10.0)
+    return StepCosts([[verify] * (MAX_ROWS + 1)] * 12, *[[draft] * (MAX_ROWS + 1)] * 2, 10.0)
 
 
 class StillCosts(StepCosts):
@@ -75,7 +75,7 @@ class StillCosts(StepCosts):
 
 
 def still(costs: StepCosts) -> StillCosts:
-    stills = StillCosts(costs._verify, costs._draft, costs._probe)
+    stills = StillCosts(costs._verify, costs._first, costs._further, costs._probe)
     stills._host = 1.0
     return stills
 
@@ -218,7 +218,8 @@ def test_the_schedule_is_an_upper_bound() -> None:
 def test_look_ups_that_fail_are_given_up_and_probed() -> None:
     """Their probes look only at what was written since the text was last indexed."""
     drafter = NgramDrafter(2)
-    costs = StepCosts([[0.0] * 9, *([1000.0 * width] * 9 for width in range(1, 12))], [0.0] * 9, 1)
+    verify = [[0.0] * 9, *([1000.0 * width] * 9 for width in range(1, 12))]
+    costs = StepCosts(verify, *[[0.0] * 9] * 2, 1)
     runtime = adaptive(
         engine(1, vocab_size=12), None, drafter=drafter, costs=still(costs), max_draft_len=3
     )

@@ -122,7 +122,7 @@ def test_lengths_that_adapt_do_not_look_like_a_draft_that_loses_tokens(tmp_path:
     length.
     """
     rows = [1000.0] * 9
-    costs = StepCosts([[0.0] * 9, *([rows] * 4)], [400.0] * 9, 10.0)
+    costs = StepCosts([[0.0] * 9, *([rows] * 4)], *[[400.0] * 9] * 2, 10.0)
     fixed, _ = judged(tmp_path)
     adaptive, _ = judged(tmp_path, adaptive=AdaptiveSettings(probe_every_tokens=8), costs=costs)
     assert named(adaptive) == named(fixed) == []

@@ -36,8 +36,11 @@ __all__ = ["PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Cost
 FIRST_ACCEPTANCE = 0.7
 # How many draft tokens the estimate from earlier requests is worth to a new one.
 PRIOR_TOKENS = 4.0
-SWITCH_GAIN = 0.03  # of the speed; below it, lengths stay as they are
-# A decision costs a few microseconds, and a step of a small model half a millisecond.
+# How many draft tokens of a request the mean of all running ones is worth: the requests with the
+# best estimates owe a part of them to luck.
+POOLED_TOKENS = 8.0
+SWITCH_GAIN = 0.03  # of the speed of one row; below it, lengths stay as they are
+# A decision costs 30 microseconds and more, and a step of a small model a millisecond.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 32
 PROBE_TOKENS = 16  # that one probe compares, at most
 FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
@@ -68,12 +71,14 @@ class AdaptiveSettings:
 class Costs(Protocol):
     """What the engines take, in nanoseconds."""
 
-    def draft_ns(self, rows: int) -> float:
-        """One forward of the draft, with one token per row. 0 rows: 0."""
+    def draft_ns(self, rows: int, depth: int) -> float:
+        """The draft's token at this depth of a block, from 1 on, for so many rows. 0 rows: 0."""
         ...
 
-    def step_ns(self, rows: int, width: int) -> float:
-        """The rest of a step: the target's forward of [rows, width] tokens, and the host's work."""
+    def step_ns(self, rows: int, width: float) -> float:
+        """The rest of a step: the target's forward of so many rows, of so many tokens in the mean,
+        and the host's work.
+        """
         ...
 
     def probe_ns(self, rows: int) -> float:
@@ -230,7 +235,7 @@ class Controller:
         rows = len(states) + len(fixed)
         self._rows = rows
         longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)
-        alphas = [state.acceptance for state in states]
+        alphas = _pooled(states)
         best = self._best(alphas, longest, fixed)
         present = [
             new if state.draft_len is None else min(state.draft_len, longest)
@@ -238,7 +243,7 @@ class Controller:
         ]
         if present != best.draft_lens:
             kept_speed = self._speed(alphas, present, fixed)
-            if best.tokens_per_ns < kept_speed * (1.0 + SWITCH_GAIN):
+            if best.tokens_per_ns < kept_speed * (1.0 + SWITCH_GAIN / rows):
                 best = _Plan(present, kept_speed)
         is_loaded: bool | None = None
         for state, alpha, draft_len in zip(states, alphas, best.draft_lens, strict=True):
@@ -270,44 +275,73 @@ class Controller:
     def _best(self, alphas: Sequence[float], longest: int, fixed: Sequence[int]) -> _Plan:
         """The lengths with the most expected tokens per nanosecond.
 
-        Each row drafts as long as its next token is worth more than the time that the draft takes
-        for one row more; of the lengths that this leaves, the one is taken at which the whole batch
-        is fastest. What time is worth depends on the speed that is reached, so there are two
-        rounds.
+        For each longest block, drafts are added in the order of their worth, the probability that
+        they are accepted, and the best beginning of this order is taken. The worth falls along a
+        block, so a beginning is a length for each row.
         """
-        rows = len(alphas) + len(fixed)
-        speed, length, cut = self._speed(alphas, [0] * len(alphas), fixed), 0, 0.0
-        longest_fixed, extra_ns = max(fixed, default=0), 0.0
-        if rows > 1:
-            extra_ns = (self.costs.draft_ns(rows) - self.costs.draft_ns(1)) / (rows - 1)
-        for _ in range(2 if extra_ns > 0.0 else 1):
-            worth = speed * extra_ns
-            powers, tokens, draft_ns = list(alphas), float(rows), 0.0
-            for depth in range(1, longest + 1):
-                kept = [power for power in powers if power > worth]
-                if not kept:
-                    break
-                tokens += sum(kept)
-                draft_ns += self.costs.draft_ns(len(kept) + sum(each >= depth for each in fixed))
-                ns = draft_ns + self.costs.step_ns(rows, 1 + max(depth, longest_fixed))
-                if tokens > speed * ns:
-                    speed, length, cut = tokens / ns, depth, worth
-                powers = [power * alpha for power, alpha in zip(powers, alphas, strict=True)]
-        return _Plan([_cut(alpha, cut, length) for alpha in alphas], speed)
+        best = _Plan([0] * len(alphas), self._speed(alphas, [0] * len(alphas), fixed))
+        worth = [
+            (alpha**depth, row, depth)
+            for row, alpha in enumerate(alphas)
+            for depth in range(1, longest + 1)
+        ]
+        worth.sort(key=lambda draft: (-draft[0], draft[2]))
+        # One row alone goes through its lengths in any case.
+        for deepest in range(1 if len(alphas) > 1 else longest, longest + 1):
+            drafts = [draft for draft in worth if draft[2] <= deepest]
+            count, speed = self._best_beginning(drafts, deepest, len(alphas), fixed)
+            if speed > best.tokens_per_ns:
+                best = _Plan([0] * len(alphas), speed)
+                for _, row, depth in drafts[:count]:
+                    best.draft_lens[row] = depth
+        return best
+
+    def _best_beginning(
+        self,
+        drafts: Sequence[tuple[float, int, int]],
+        deepest: int,
+        ours: int,
+        fixed: Sequence[int],
+    ) -> tuple[int, float]:
+        """How many of these drafts (worth, row, depth) make the batch fastest, and how fast. ours:
+        the number of rows whose length is chosen.
+        """
+        rows, longest = ours + len(fixed), max(deepest, *fixed, 0)
+        counts = [sum(length > depth for length in fixed) for depth in range(longest)]
+        draft_ns = [self.costs.draft_ns(count, depth + 1) for depth, count in enumerate(counts)]
+        tokens, drafted, best, best_speed = float(rows), sum(fixed), 0, 0.0
+        for index, (worth, _, depth) in enumerate(drafts):
+            tokens += worth
+            drafted += 1
+            counts[depth - 1] += 1
+            draft_ns[depth - 1] = self.costs.draft_ns(counts[depth - 1], depth)
+            ns = sum(draft_ns) + self.costs.step_ns(rows, 1.0 + drafted / rows)
+            if tokens > best_speed * ns:
+                best, best_speed = index + 1, tokens / ns
+        return best, best_speed
 
     def _speed(
         self, alphas: Sequence[float], draft_lens: Sequence[int], fixed: Sequence[int]
     ) -> float:
         """Expected tokens per nanosecond of a step."""
         everyone = [*draft_lens, *fixed]
-        width = 1 + max(everyone)
-        ns = self.costs.step_ns(len(everyone), width)
-        for depth in range(1, width):
-            ns += self.costs.draft_ns(sum(length >= depth for length in everyone))
+        ns = self.costs.step_ns(len(everyone), 1.0 + sum(everyone) / len(everyone))
+        for depth in range(1, 1 + max(everyone)):
+            ns += self.costs.draft_ns(sum(length >= depth for length in everyone), depth)
         tokens = float(len(fixed))  # of rows that are not ours, only what is certain
         for alpha, draft_len in zip(alphas, draft_lens, strict=True):
             tokens += _length(alpha, draft_len)
         return tokens / ns
+
+
+def _pooled(states: Sequence[Adaptation]) -> list[float]:
+    """The acceptance to expect of each request: its own estimate, drawn towards the mean."""
+    if not states:
+        return []
+    mean = sum(state.hits for state in states) / sum(state.trials for state in states)
+    return [
+        (state.hits + POOLED_TOKENS * mean) / (state.trials + POOLED_TOKENS) for state in states
+    ]
 
 
 def _length(alpha: float, draft_len: int) -> float:
@@ -317,12 +351,3 @@ def _length(alpha: float, draft_len: int) -> float:
     if alpha >= 1.0:
         return 1.0 + draft_len
     return float((1.0 - alpha ** (draft_len + 1)) / (1.0 - alpha))
-
-
-def _cut(alpha: float, worth: float, longest: int) -> int:
-    """How long to draft while the next token is worth more than `worth` tokens of time."""
-    value, cut = alpha, 0
-    while cut < longest and value > worth:
-        value *= alpha
-        cut += 1
-    return cut

@@ -47,12 +47,12 @@ class CallCosts:
         self._figures[draft_len] *= 1 + FIGURE_STEP if is_slower else 1 / (1 + FIGURE_STEP)
         self._scale *= 1 + SCALE_STEP if is_slower else 1 / (1 + SCALE_STEP)
 
-    def draft_ns(self, rows: int) -> float:
+    def draft_ns(self, rows: int, depth: int) -> float:
         """0: the draft's call is a part of the round, whose time depends on its length."""
         return 0.0
 
-    def step_ns(self, rows: int, width: int) -> float:
-        return self._scale * self._figures[width - 1]
+    def step_ns(self, rows: int, width: float) -> float:
+        return self._scale * self._figures[int(width) - 1]
 
     def probe_ns(self, rows: int) -> float:
         """A block that is rejected, above the token of plain decoding that it gives."""

@@ -20,6 +20,7 @@ import torch
 
 from toolkit.interfaces import ChainingEngine, StepEngine
 from toolkit.speculative.adaptive import PROBE_TOKENS
+from toolkit.speculative.sampling import argmax
 
 __all__ = ["StepCosts", "measured_costs"]
 
@@ -30,35 +31,50 @@ FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 CONTEXT_TOKENS = 64  # that stand in each slot while the engines are timed
-ForwardChain = Callable[..., object]  # ChainingEngine's
 PASSES, BUDGET_NS = 6, 2_000_000_000  # over all figures: so often, but then none begins after this
 
 
 class StepCosts:
-    """verify[width][rows] and draft[rows]: nanoseconds of a forward; index 0 is not used. probe:
-    nanoseconds of a probe of one row.
+    """verify[width][rows]: nanoseconds of a forward; index 0 is not used. first[rows] and
+    further[rows]: of the first token of a block of drafts, for which the draft catches up and its
+    weights come back into the caches, and of each one behind it. probe: of a probe of one row.
     """
 
     def __init__(
-        self, verify: Sequence[Sequence[float]], draft: Sequence[float], probe: float
+        self,
+        verify: Sequence[Sequence[float]],
+        first: Sequence[float],
+        further: Sequence[float],
+        probe: float,
     ) -> None:
         self._verify = [list(row) for row in verify]
         for width in reversed(range(1, len(self._verify))):
             for rows in range(1, len(self._verify[width])):
                 self._keep_order(width, rows)
-        self._draft = [0.0, *draft[1:]]
+        self._first, self._further = [0.0, *first[1:]], [0.0, *further[1:]]
         self._probe = probe
         self._verify_steps = [[FIRST_FIGURE_STEP] * len(row) for row in self._verify]
-        self._draft_steps = [FIRST_FIGURE_STEP] * len(self._draft)
+        self._first_steps = [FIRST_FIGURE_STEP] * len(self._first)
+        self._further_steps = [FIRST_FIGURE_STEP] * len(self._further)
         self._host = FIRST_HOST_NS
         self._scale = 1.0
 
-    def draft_ns(self, rows: int) -> float:
-        return self._scale * self._draft[rows]
+    def draft_ns(self, rows: int, depth: int) -> float:
+        return self._scale * (self._first if depth == 1 else self._further)[rows]
 
-    def step_ns(self, rows: int, width: int) -> float:
+    def step_ns(self, rows: int, width: float) -> float:
         host = self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1))
-        return self._scale * self._verify[width][rows] + host
+        return self._scale * self._verify_ns(rows, width) + host
+
+    def _verify_ns(self, rows: int, width: float) -> float:
+        """Rows are packed by their own length, so a step of different lengths, whose mean this is,
+        takes what lies between the figures of equal ones.
+        """
+        below = int(width)
+        figure = self._verify[below][rows]
+        if width > below:
+            figure += (width - below) * (self._verify[below + 1][rows] - figure)
+        return figure
 
     def probe_ns(self, rows: int) -> float:
         return self._scale * self._probe * rows
@@ -67,24 +83,21 @@ class StepCosts:
         self, rows: int, drafting: Sequence[int], draft_ns: int, verify_ns: int, host_ns: int
     ) -> None:
         """A step of so many rows was taken. drafting: how many of them drafted a first token, a
-        second one, and so on. Rows are packed by their own length, so a step of different lengths
-        is expected to take what lies between the figures of equal ones; it moves none of them.
+        second one, and so on. A step of different lengths moves no figure of the target.
         """
-        mean_width = 1 + sum(drafting) / rows
-        width = int(mean_width)
-        expected = self._verify[width][rows]
-        if mean_width > width:
-            wider = self._verify[width + 1][rows]
-            expected += (mean_width - width) * (wider - expected)
-        is_slower = verify_ns > self._scale * expected
-        if mean_width == width:
-            _move(self._verify[width], self._verify_steps[width], rows, up=is_slower)
-            self._keep_order(width, rows)
+        width = 1 + sum(drafting) / rows
+        is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
+        if width == int(width):
+            _move(self._verify[int(width)], self._verify_steps[int(width)], rows, up=is_slower)
+            self._keep_order(int(width), rows)
         self._scale *= _step(SCALE_STEP, up=is_slower)
         if drafting:
-            expected = self._scale * sum(self._draft[count] for count in drafting)
-            for count in set(drafting):
-                _move(self._draft, self._draft_steps, count, up=draft_ns > expected)
+            further = drafting[1:]
+            expected = self._first[drafting[0]] + sum(self._further[count] for count in further)
+            is_slower = draft_ns > self._scale * expected
+            _move(self._first, self._first_steps, drafting[0], up=is_slower)
+            for count in set(further):
+                _move(self._further, self._further_steps, count, up=is_slower)
         expected = self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1))
         self._host *= _step(HOST_STEP, up=host_ns > expected)
 
@@ -129,22 +142,64 @@ def measured_costs(
     """
     largest, widths = target.max_batch_size, range(1, max_draft_len + 2)
     batches = [*_powers_of_two(largest), largest]
-    fastest = _fastest(target, [(rows, width) for width in widths for rows in batches], clock)
+    shapes = [(rows, width) for width in widths for rows in batches]
+    fastest = _fastest(target, shapes, clock, _forward(target))
     verify = [[0.0] * (largest + 1)]
     for width in widths:
         verify.append(_between({rows: fastest[rows, width] for rows in batches}, largest))
     if draft is None:
-        return StepCosts(verify, [0.0] * (largest + 1), 0.0)
+        free = [0.0] * (largest + 1)
+        return StepCosts(verify, free, free, 0.0)
+    blocks = [(rows, count) for count in {1, max_draft_len} for rows in batches]
+    took = _fastest(draft, blocks, clock, _drafts(draft), before=_flush(target))
+    first = {rows: took[rows, 1] for rows in batches}
+    further = first
+    if max_draft_len > 1:
+        further = {
+            rows: max(0.0, took[rows, max_draft_len] - first[rows]) / (max_draft_len - 1)
+            for rows in batches
+        }
     probe = (1, min(PROBE_TOKENS, draft.max_step_tokens))
+    probing = _fastest(draft, [probe], clock, _forward(draft))[probe]
+    return StepCosts(verify, _between(first, largest), _between(further, largest), probing)
+
+
+Run = Callable[[list[int], int], object]
+"""Runs these slots with so many tokens each."""
+
+
+def _forward(engine: StepEngine) -> Run:
+    """Reading one number back waits for a GPU, as choosing the token does."""
+    return lambda slots, width: float(engine.forward(slots, _zeros(len(slots), width))[0, 0, 0])
+
+
+def _drafts(draft: StepEngine) -> Run:
+    """A block of so many drafts."""
     if isinstance(draft, ChainingEngine):
-        chains = [(rows, max_draft_len) for rows in batches]
-        took = _fastest(draft, chains, clock, draft.forward_chain)
-        single = {rows: took[rows, max_draft_len] / max_draft_len for rows in batches}
-    else:
-        took = _fastest(draft, [(rows, 1) for rows in batches], clock)
-        single = {rows: took[rows, 1] for rows in batches}
-    probing = _fastest(draft, [probe], clock)[probe]
-    return StepCosts(verify, _between(single, largest), probing)
+        chain = draft.forward_chain
+
+        def run_chain(slots: list[int], count: int) -> object:
+            rows = len(slots)
+            return chain(slots, [[0]] * rows, [count] * rows, [0.0] * rows, [])
+
+        return run_chain
+
+    def run(slots: list[int], count: int) -> object:
+        return [argmax(draft.forward(slots, _zeros(len(slots), 1))) for _ in range(count)]
+
+    return run
+
+
+def _flush(target: StepEngine) -> Callable[[], object]:
+    """What stands before each block of drafts in truth: the target reads its weights, and the
+    draft's leave the caches.
+    """
+
+    def run() -> None:
+        target.forward([0], _zeros(1, 1), last_only=True)
+        target.rewind([0], [0])
+
+    return run
 
 
 def _powers_of_two(below: int) -> Iterator[int]:
@@ -163,12 +218,13 @@ def _fastest(
     engine: StepEngine,
     shapes: Sequence[tuple[int, int]],
     clock: Callable[[], int],
-    chain: ForwardChain | None = None,
+    run: Run,
+    before: Callable[[], object] | None = None,
 ) -> dict[tuple[int, int], float]:
-    """[rows, tokens] -> nanoseconds of the fastest of several forwards, or of chains that choose so
-    many tokens.
+    """[rows, tokens] -> nanoseconds of the fastest of several runs. before: comes before each, and
+    its time does not count.
 
-    The fastest, since what disturbs a forward only makes it slower. All shapes take a turn in every
+    The fastest, since what disturbs a run only makes it slower. All shapes take a turn in every
     pass, so that a busy moment does not hit one shape alone.
     """
     slots = list(range(engine.max_batch_size))
@@ -180,12 +236,10 @@ def _fastest(
     # The first pass allocates what each shape needs, and does not count.
     while passes < 2 or (passes <= PASSES and clock() - began < BUDGET_NS):
         for rows, width in shapes:
+            if before is not None:
+                before()
             start = clock()
-            if chain is not None:
-                chain(slots[:rows], [[0]] * rows, [width] * rows, [0.0] * rows, [])
-            else:
-                # Reading one number back waits for a GPU, as choosing the token does.
-                float(engine.forward(slots[:rows], _zeros(rows, width))[0, 0, 0])
+            run(slots[:rows], width)
             took = float(clock() - start)
             engine.rewind(slots[:rows], [context] * rows)
             if passes:
