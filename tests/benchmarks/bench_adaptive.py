@@ -58,12 +58,22 @@ PROMPTS = ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl"
 MIXES = ("predictable", "unpredictable", "alternating", "both kinds")
 LOADS = (1, 4, 16)
 TURN_TOKENS = 48
-CONTEXT_TOKENS = 6  # that tell where in which text a token is
+CONTEXT_TOKENS = 6  # that tell, with the position, where in which text a token is
 WRONG_TOKEN = 0
 
 
+Place = tuple[int, tuple[int, ...]]
+
+
+def place_of(ids: Sequence[int], end: int) -> Place:
+    """Where a token is that follows the first `end` of these. Texts repeat themselves, so the last
+    tokens alone do not tell.
+    """
+    return end, tuple(ids[max(0, end - CONTEXT_TOKENS) : end])
+
+
 class SpoiledDraft:
-    """An engine whose best token is wrong wherever `is_spoiled` says so of the tokens before it."""
+    """An engine whose best token is wrong wherever `is_spoiled` says so."""
 
     def __init__(self, engine: PackagedEngine) -> None:
         self._engine = engine
@@ -72,7 +82,7 @@ class SpoiledDraft:
         self.max_batch_size = engine.max_batch_size
         self.max_seq_len = engine.max_seq_len
         self.max_step_tokens = engine.max_step_tokens
-        self.is_spoiled: Callable[[Sequence[int]], bool] = lambda before: False
+        self.is_spoiled: Callable[[Place], bool] = lambda place: False
 
     def forward(
         self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
@@ -84,7 +94,7 @@ class SpoiledDraft:
             held += new
             for column in range(logits.shape[1]):
                 end = len(held) - logits.shape[1] + 1 + column
-                if self.is_spoiled(held[max(0, end - CONTEXT_TOKENS) : end]):
+                if self.is_spoiled(place_of(held, end)):
                     host[row, column, WRONG_TOKEN] = 1e4
         return logits
 
@@ -103,10 +113,10 @@ class SpoiledDraft:
         for slot, new, chosen in zip(slots, rows, ids, strict=True):
             held = self._held[slot]
             held += new
-            for place, token in enumerate(chosen):
-                if self.is_spoiled(held[-CONTEXT_TOKENS:]):
-                    chosen[place] = WRONG_TOKEN
-                if place < len(chosen) - 1:
+            for index, token in enumerate(chosen):
+                if self.is_spoiled(place_of(held, len(held))):
+                    chosen[index] = WRONG_TOKEN
+                if index < len(chosen) - 1:
                     held.append(token)
         return ids, None
 
@@ -155,8 +165,8 @@ def together(
 
 def spoiled_contexts(
     mix: str, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> set[tuple[int, ...]]:
-    """The contexts at which the draft is to be wrong."""
+) -> set[Place]:
+    """Where the draft is to be wrong."""
     contexts = set()
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = [*prompt, *text]
@@ -169,7 +179,7 @@ def spoiled_contexts(
             }[mix]
             if is_spoiled:
                 end = len(prompt) + made
-                contexts.add(tuple(ids[max(0, end - CONTEXT_TOKENS) : end]))
+                contexts.add(place_of(ids, end))
     return contexts
 
 
@@ -199,7 +209,7 @@ def measure(
     )
     texts = [outcomes[0].ids for outcomes in plain]
     contexts = spoiled_contexts(mix, prompts, texts)
-    draft.is_spoiled = lambda before: tuple(before) in contexts
+    draft.is_spoiled = lambda place: place in contexts
     lengths = arms_of(mix, max_draft_len, len(prompts))
     arms = {name: Arm() for name in lengths}
     names, same, asked_texts = list(arms), 0, 0
@@ -281,7 +291,7 @@ def main() -> int:
     for mix, load in itertools.product(asked.mix or MIXES, asked.load or LOADS):
         # One runtime per row: what it learned of one mix is not to help in the next.
         runtime = SpeculativeRuntime(target, draft, codec, settings, clock=clock_of(asked))
-        draft.is_spoiled = lambda before: False
+        draft.is_spoiled = lambda place: False
         results.append(measure(runtime, draft, prompts, mix, load, asked))
         show(results[-1])
     clock = "thread" if asked.cpu_time else "wall"

@@ -251,7 +251,7 @@ class Controller:
             length = 0 if is_too_short else draft_len
             if length == 0 and is_loaded is None:
                 perfect = [max(each, PERFECT_ACCEPTANCE) for each in alphas]
-                is_loaded = not any(self._best(perfect, longest, fixed).draft_lens)
+                is_loaded = not self._would_pay(perfect, longest, fixed)
             self._set(state, length, "load" if is_loaded else "acceptance", rows)
         # Where nothing is drafted, nothing is learned.
         idle = not any(best.draft_lens)
@@ -286,39 +286,33 @@ class Controller:
             for depth in range(1, longest + 1)
         ]
         worth.sort(key=lambda draft: (-draft[0], draft[2]))
+        figures = self._figures(len(alphas) + len(fixed), max(longest, *fixed, 1))
         # One row alone goes through its lengths in any case.
         for deepest in range(1 if len(alphas) > 1 else longest, longest + 1):
             drafts = [draft for draft in worth if draft[2] <= deepest]
-            count, speed = self._best_beginning(drafts, deepest, len(alphas), fixed)
+            count, speed = _best_beginning(drafts, deepest, fixed, *figures)
             if speed > best.tokens_per_ns:
                 best = _Plan([0] * len(alphas), speed)
                 for _, row, depth in drafts[:count]:
                     best.draft_lens[row] = depth
         return best
 
-    def _best_beginning(
-        self,
-        drafts: Sequence[tuple[float, int, int]],
-        deepest: int,
-        ours: int,
-        fixed: Sequence[int],
-    ) -> tuple[int, float]:
-        """How many of these drafts (worth, row, depth) make the batch fastest, and how fast. ours:
-        the number of rows whose length is chosen.
+    def _figures(self, rows: int, longest: int) -> tuple[list[list[float]], list[float]]:
+        """The costs as lists, since a decision needs each many times: of a draft token at depth 1
+        and of one behind it, by rows; of the rest of a step, by tokens per row.
         """
-        rows, longest = ours + len(fixed), max(deepest, *fixed, 0)
-        counts = [sum(length > depth for length in fixed) for depth in range(longest)]
-        draft_ns = [self.costs.draft_ns(count, depth + 1) for depth, count in enumerate(counts)]
-        tokens, drafted, best, best_speed = float(rows), sum(fixed), 0, 0.0
-        for index, (worth, _, depth) in enumerate(drafts):
-            tokens += worth
-            drafted += 1
-            counts[depth - 1] += 1
-            draft_ns[depth - 1] = self.costs.draft_ns(counts[depth - 1], depth)
-            ns = sum(draft_ns) + self.costs.step_ns(rows, 1.0 + drafted / rows)
-            if tokens > best_speed * ns:
-                best, best_speed = index + 1, tokens / ns
-        return best, best_speed
+        draft_ns = [
+            [self.costs.draft_ns(count, depth) for count in range(rows + 1)] for depth in (1, 2)
+        ]
+        return draft_ns, [self.costs.step_ns(rows, float(width)) for width in range(1, longest + 2)]
+
+    def _would_pay(self, alphas: Sequence[float], longest: int, fixed: Sequence[int]) -> bool:
+        """Whether some draft length would pay for all rows together."""
+        plain = self._speed(alphas, [0] * len(alphas), fixed)
+        return any(
+            self._speed(alphas, [length] * len(alphas), fixed) > plain
+            for length in range(1, longest + 1)
+        )
 
     def _speed(
         self, alphas: Sequence[float], draft_lens: Sequence[int], fixed: Sequence[int]
@@ -332,6 +326,36 @@ class Controller:
         for alpha, draft_len in zip(alphas, draft_lens, strict=True):
             tokens += _length(alpha, draft_len)
         return tokens / ns
+
+
+def _best_beginning(
+    drafts: Sequence[tuple[float, int, int]],
+    deepest: int,
+    fixed: Sequence[int],
+    draft_ns: Sequence[Sequence[float]],
+    step_ns: Sequence[float],
+) -> tuple[int, float]:
+    """How many of these drafts (worth, row, depth), in their order, make the batch fastest, and how
+    fast in tokens per nanosecond. draft_ns and step_ns: see _figures.
+    """
+    first, further = draft_ns
+    rows = len(first) - 1
+    counts = [sum(length > depth for length in fixed) for depth in range(max(deepest, *fixed, 0))]
+    drafting = sum((further if depth else first)[count] for depth, count in enumerate(counts))
+    tokens, drafted, best, best_speed = float(rows), sum(fixed), 0, 0.0
+    for index, (worth, _, depth) in enumerate(drafts):
+        tokens += worth
+        drafted += 1
+        count, figures = counts[depth - 1], first if depth == 1 else further
+        drafting += figures[count + 1] - figures[count]
+        counts[depth - 1] = count + 1
+        whole, part = divmod(drafted, rows)
+        ns = drafting + step_ns[whole]
+        if part:
+            ns += part / rows * (step_ns[whole + 1] - step_ns[whole])
+        if tokens > best_speed * ns:
+            best, best_speed = index + 1, tokens / ns
+    return best, best_speed
 
 
 def _pooled(states: Sequence[Adaptation]) -> list[float]:
