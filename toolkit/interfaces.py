@@ -260,18 +260,20 @@ class ChainingEngine(Protocol):
         counts: Sequence[int],
         temperatures: Sequence[float],
         uniforms: Sequence[Sequence[float]],
+        races: Sequence[NDArray[Any] | None],
     ) -> tuple[list[list[int]], NDArray[Any] | None]:
         """Run rows[i] after the cached prefix of slots[i], choose a token from the last logits, run
         it, and so on, until counts[i] tokens are chosen. The last one is not run. counts are 1 or
         more, and fall.
 
-        temperatures: 0 chooses the most likely token, of equal ones the first. Else it is drawn
-        from the softmax of logits / temperature with one of uniforms[i], counts[0] numbers in
-        [0, 1).
+        temperatures: 0 chooses the most likely token, of equal ones the first. Else the softmax of
+        logits / temperature decides. With races[i] [counts[i], vocab] float32, the token wins that
+        is largest after its probability is multiplied by its number there; with None, one is drawn
+        with one of uniforms[i], counts[0] numbers in [0, 1).
 
         Returns the tokens of each row, and what they were drawn from [rows, counts[0], vocab],
-        which is undefined where the temperature is 0; None if all are 0. From where logits are not
-        finite on, a row's tokens are -1. A slot has grown by its row and counts[i] - 1 tokens.
+        which is undefined for rows that used no uniforms; None if no row did. From where logits are
+        not finite on, a row's tokens are -1. A slot has grown by its row and counts[i] - 1 tokens.
         """
         ...
 

@@ -105,11 +105,12 @@ class SpoiledDraft:
         counts: Sequence[int],
         temperatures: Sequence[float],
         uniforms: Sequence[Sequence[float]],
+        races: Sequence[NDArray[Any] | None],
     ) -> tuple[list[list[int]], NDArray[Any] | None]:
         """What the engine chooses, but for wrong tokens at spoiled places. What it chose behind
         them is as good as any other text, since nothing behind a wrong token is accepted.
         """
-        ids, _ = self._engine.forward_chain(slots, rows, counts, temperatures, uniforms)
+        ids, _ = self._engine.forward_chain(slots, rows, counts, temperatures, uniforms, races)
         for slot, new, chosen in zip(slots, rows, ids, strict=True):
             held = self._held[slot]
             held += new

@@ -115,16 +115,20 @@ def test_compiled_equals_the_kernels_step_by_step(
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.9, 0.0, 1e-30), (0.5, 1.0, 2.0)])
+@pytest.mark.parametrize("raced", [(), (0,), (0, 1, 2)])
 def test_a_chain_chooses_as_single_forwards_do(
-    loaded: PackagedEngine, temperatures: tuple[float, ...]
+    loaded: PackagedEngine, temperatures: tuple[float, ...], raced: tuple[int, ...]
 ) -> None:
     """Rows of other widths and counts, of which some are drawn: the same tokens, and the same
     probabilities up to their rounding.
     """
     slots, rows, counts = [2, 0, 1], [list(b"def "), list(b"x"), list(b"return")], [5, 3, 1]
-    uniforms = np.random.default_rng(1).random((3, 5)).tolist()
+    random = np.random.default_rng(1)
+    uniforms = random.random((3, 5)).tolist()
+    noise = 1 / random.standard_exponential((3, 5, loaded.vocab_size)).astype(np.float32)
+    races = [noise[row, : counts[row]] if row in raced else None for row in range(3)]
     uniforms[0][:2] = [0.0, np.nextafter(1.0, 0.0)]
-    arguments = (slots, rows, counts, temperatures, uniforms)
+    arguments = (slots, rows, counts, temperatures, uniforms, races)
 
     def begin() -> None:
         for slot in range(3):
@@ -138,9 +142,10 @@ def test_a_chain_chooses_as_single_forwards_do(
     assert ids == expected_ids
     lengths = [7 + len(row) + count - 1 for row, count in zip(rows, counts, strict=True)]
     assert [loaded.length(slot) for slot in slots] == lengths
-    assert (probabilities is None) == (expected is None) == (not any(temperatures))
+    assert (probabilities is None) == (expected is None)
     for index, count in enumerate(counts):
-        if probabilities is None or expected is None or temperatures[index] == 0.0:
+        is_drawn = temperatures[index] != 0.0 and index not in raced
+        if probabilities is None or expected is None or not is_drawn:
             continue
         for depth in range(count):
             assert probabilities[index, depth, ids[index][depth]] > 0
@@ -157,7 +162,7 @@ def test_tokens_of_a_chain_are_drawn_by_their_probabilities(loaded: PackagedEngi
     for index in range(many):
         loaded.rewind([0], [0])
         ids, probabilities = loaded.forward_chain(
-            [0], [list(b"def")], [1], [1.5], [[(index + 0.5) / many]]
+            [0], [list(b"def")], [1], [1.5], [[(index + 0.5) / many]], [None]
         )
         counts[ids[0][0]] += 1
     assert probabilities is not None
@@ -175,12 +180,13 @@ def test_a_row_without_finite_logits_chooses_nothing_and_spoils_no_other(
     rows, uniforms = [list(b"abc"), list(b"abc")], [[0.3] * 4] * 2
     for slot in (0, 1):
         engine.forward([slot], torch.tensor([list(b"text")]))
-    whole, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms)
+    races = [None] * 2
+    whole, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms, races)
     assert whole[0] == whole[1]
     engine.rewind([0, 1], [4, 4])
     for cache in engine._caches:
         cache[1, :, 2] = float("nan")
-    ids, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms)
+    ids, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms, races)
     assert ids == [whole[0], [-1] * 4]
 
 
@@ -206,7 +212,7 @@ def test_a_chain_that_does_not_fit_is_refused(
 ) -> None:
     loaded.rewind(range(3), [0] * 3)
     with pytest.raises(ValueError, match=message):
-        loaded.forward_chain(slots, rows, counts, [0.0] * len(slots), [])
+        loaded.forward_chain(slots, rows, counts, [0.0] * len(slots), [], [None] * len(slots))
     assert loaded.length(0) == 0
 
 

@@ -22,11 +22,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "filtered": {"temperature": 0.7, "seed": 5, "acceptance": "rejection", "top_k": 3},
     "penalised": {"frequency_penalty": 0.5},
     "coupled": {"temperature": 0.7, "seed": 6},
+    "filtered coupled": {"temperature": 0.7, "seed": 6, "top_p": 0.9},
     "sample_match": {"temperature": 0.7, "seed": 7, "acceptance": "sample_match"},
     "plain": {"draft_len": 0},
     "verify_only": {"acceptance": "verify_only"},
 }
-CHAINED = ("greedy", "short", "two", "rejection", "one", "sample_match")
+CHAINED = ("greedy", "short", "two", "rejection", "one", "coupled", "sample_match")
 
 
 def requests() -> list[GenerationRequest]:
@@ -36,7 +37,7 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 11])
+@pytest.mark.parametrize("batch", [1, 3, 12])
 def test_everything_is_as_token_by_token(batch: int) -> None:
     outcomes = []
     for kind in (TableEngine, ChainingTableEngine):

@@ -126,9 +126,10 @@ class ChainingTableEngine(TableEngine):
         counts: Sequence[int],
         temperatures: Sequence[float],
         uniforms: Sequence[Sequence[float]],
+        races: Sequence[NDArray[Any] | None],
     ) -> tuple[list[list[int]], NDArray[Any] | None]:
         self.chains.append(tuple(counts))
-        return chained(self, slots, rows, counts, temperatures, uniforms)
+        return chained(self, slots, rows, counts, temperatures, uniforms, races)
 
 
 def chained(
@@ -138,6 +139,7 @@ def chained(
     counts: Sequence[int],
     temperatures: Sequence[float],
     uniforms: Sequence[Sequence[float]],
+    races: Sequence[NDArray[Any] | None],
 ) -> tuple[list[list[int]], NDArray[Any] | None]:
     """ChainingEngine.forward_chain, row by row and token by token."""
     assert list(counts) == sorted(counts, reverse=True) and min(counts) > 0
@@ -153,12 +155,18 @@ def chained(
             elif temperatures[index] == 0.0:
                 token = int(logits[0].argmax())
             else:
-                sampling = Sampling(temperature=temperatures[index])
-                probs[index, depth] = normalised(weights(logits, sampling))[0]
-                token = draw(probs[index, depth], uniforms[index][depth])
+                row_weights = weights(logits, Sampling(temperature=temperatures[index]))
+                race = races[index]
+                if race is not None:
+                    token = int((row_weights[0] * race[depth]).argmax())
+                else:
+                    probs[index, depth] = normalised(row_weights)[0]
+                    token = draw(probs[index, depth], uniforms[index][depth])
             ids[-1].append(token)
             fed = [max(token, 0)]
-    return ids, probs if any(temperatures) else None
+    pairs = zip(temperatures, races, strict=True)
+    is_drawn = any(temperature and race is None for temperature, race in pairs)
+    return ids, probs if is_drawn else None
 
 
 class ForgetfulRewind(TableEngine):

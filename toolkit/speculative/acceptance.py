@@ -105,8 +105,8 @@ class Rule(Protocol):
     # True if propose and decide only take the argmax: the runtime may then do so for a whole batch
     # at once.
     is_argmax: bool
-    # If propose draws from the softmax of logits / temperature, with one number of draft_uniforms:
-    # that temperature, and 0 if it takes the argmax. An engine may then draw many drafts at once,
+    # If propose decides by the softmax of logits / temperature, and draft_uniforms or draft_races:
+    # that temperature, and 0 if it takes the argmax. An engine may then choose many drafts at once,
     # which are adopted. None if it does anything else.
     draft_temperature: float | None
 
@@ -117,7 +117,15 @@ class Rule(Protocol):
         ...
 
     def draft_uniforms(self, count: int) -> list[float]:
-        """Numbers in [0, 1) for the next `count` drafts. They are not used at temperature 0."""
+        """Numbers in [0, 1) for the next `count` drafts. They are not used at temperature 0, and
+        not with races.
+        """
+        ...
+
+    def draft_races(self, position: int, count: int) -> Floats | None:
+        """Noise [count, vocab] float32 for the next `count` drafts, the first of which is at
+        `position`: the largest product of probability and noise wins. None: drafts are drawn.
+        """
         ...
 
     def adopt(self, token: int, probs: Floats | None = None) -> None:
@@ -172,6 +180,9 @@ class _Penalised:
 
     def draft_uniforms(self, count: int) -> list[float]:
         return [0.0] * count
+
+    def draft_races(self, position: int, count: int) -> Floats | None:
+        return None
 
     def adopt(self, token: int, probs: Floats | None = None) -> None:
         """Does nothing: this rule decides by the target's choices, not by draft probabilities."""
@@ -274,6 +285,11 @@ class Coupled(_Penalised):
         super().__init__(sampling, vocab_size)
         seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         self._race = ExponentialRace(seed, vocab_size)
+        self.draft_temperature = _temperature(sampling) if self._is_plain else None
+
+    def draft_races(self, position: int, count: int) -> Floats:
+        rows = [self._race.noise(place) for place in range(position, position + count)]
+        return np.array(rows, dtype=np.float32)
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return self._race.winner(self._weights(logits[None], drafts, len(drafts))[0], position)
@@ -337,6 +353,9 @@ class VerifyOnly:
 
     def draft_uniforms(self, count: int) -> list[float]:
         return [0.0] * count
+
+    def draft_races(self, position: int, count: int) -> Floats | None:
+        return None
 
     def adopt(self, token: int, probs: Floats | None = None) -> None:
         """Does nothing: every draft is thrown away."""

@@ -31,7 +31,7 @@ FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 CONTEXT_TOKENS = 64  # that stand in each slot while the engines are timed
-PASSES, BUDGET_NS = 6, 2_000_000_000  # over all figures: so often, but then none begins after this
+PASSES, BUDGET_NS = 12, 2_000_000_000  # over all figures: so often, but then none begins after this
 
 
 class StepCosts:
@@ -180,7 +180,7 @@ def _drafts(draft: StepEngine) -> Run:
 
         def run_chain(slots: list[int], count: int) -> object:
             rows = len(slots)
-            return chain(slots, [[0]] * rows, [count] * rows, [0.0] * rows, [])
+            return chain(slots, [[0]] * rows, [count] * rows, [0.0] * rows, [], [None] * rows)
 
         return run_chain
 

@@ -121,6 +121,10 @@ class ModelDrafter:
                 row.rule.draft_uniforms(count) + [0.0] * (counts[0] - count)
                 for row, count in zip(rows, counts, strict=True)
             ],
+            [
+                row.rule.draft_races(len(row.ids), count)
+                for row, count in zip(rows, counts, strict=True)
+            ],
         )
         for index, row in enumerate(rows):
             for depth, token in enumerate(tokens[index]):

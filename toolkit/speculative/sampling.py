@@ -287,14 +287,18 @@ class ExponentialRace:
         """Choose a token. weight: [vocab]; position: its index, counted from the start of the
         prompt. Raises ValueError for weights that are not numbers.
         """
-        row = self._rows.get(position)
-        if row is None:
-            row = self._rows[position] = self._noise(position)
-        arrivals = weight * row
+        arrivals = weight * self.noise(position)
         token = int(arrivals.argmax())
         if math.isnan(arrivals[token]):
             raise ValueError("the weights of the tokens are not finite")
         return token
+
+    def noise(self, position: int) -> Floats:
+        """1 / E of each token [vocab] at a position. It is kept until it is forgotten."""
+        row = self._rows.get(position)
+        if row is None:
+            row = self._rows[position] = self._noise(position)
+        return row
 
     def gumbel(self, position: int) -> Floats:
         """The same noise [vocab] as Gumbel noise: the largest log(weight) + gumbel wins."""

@@ -76,6 +76,20 @@ int64_t drawn(const float* logits, int64_t vocab, float temperature, double unif
   return token;
 }
 
+// The token that is largest in softmax(logits / temperature) * race; kNotFinite if the best logit is
+// no finite number.
+int64_t winner(const float* logits, int64_t vocab, float temperature, const float* race) {
+  int64_t best = most_likely(logits, vocab);
+  if (best == kNotFinite) return best;
+  Scratch<float> arrivals(vocab);
+  float top = logits[best], inverse = 1.0f / temperature;
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    int64_t count = std::min(kLanes, vocab - i);
+    store(arrivals + i, exponential((load(logits + i, count) - top) * inverse) * load(race + i, count), count);
+  }
+  return most_likely(arrivals, vocab);
+}
+
 // Not thread-safe. Methods rather than operators that take the object: torch looks for Python in the
 // arguments of such an operator, which takes 10 microseconds more per call.
 class Package : public torch::CustomClassHolder {
@@ -99,16 +113,17 @@ class Package : public torch::CustomClassHolder {
 
   // Run these tokens, choose a token for each sequence from the logits at its column, run that, and
   // so on, until counts[i] tokens are chosen for sequence i; the last one is not run. counts fall.
-  // temperatures [b] float32, 0 for the most likely token; uniforms [b, counts[0]] float64, with
-  // which the others are drawn. Returns the tokens [b, counts[0]] int64 and, if a temperature is not
-  // 0, the probabilities [b, counts[0], vocab] from which they were drawn. Behind a token that
-  // cannot be chosen (kNotFinite) come only others of its kind.
+  // temperatures [b] float32, 0 for the most likely token; the others are drawn: with races[i]
+  // [counts[i], vocab] float32 if it has any numbers, else with uniforms [b, counts[0]] float64.
+  // Returns the tokens [b, counts[0]] int64 and, if uniforms were used, the probabilities
+  // [b, counts[0], vocab] from which they were drawn. Behind a token that cannot be chosen
+  // (kNotFinite) come only others of its kind.
   std::tuple<Tensor, Tensor> chain(Tensor tokens, Tensor slots, const Tensor& first_lengths, Tensor starts, Tensor columns, const Tensor& counts,
-                                   const Tensor& temperatures, const Tensor& uniforms) {
+                                   const Tensor& temperatures, const Tensor& uniforms, const std::vector<Tensor>& races) {
     const int64_t *count = counts.const_data_ptr<int64_t>(), *start = starts.const_data_ptr<int64_t>();
     const float* temperature = temperatures.const_data_ptr<float>();
     int64_t rows = slots.size(0), most = rows ? count[0] : 0;
-    bool draws = std::any_of(temperature, temperature + rows, [](float t) { return t != 0.0f; });
+    bool draws = uniforms.numel() > 0;
     Tensor ids = at::empty({rows, most}, slots.options()), lengths = first_lengths.clone(), probabilities;
     int64_t *id = ids.mutable_data_ptr<int64_t>(), *length = lengths.mutable_data_ptr<int64_t>();
     std::fill_n(id, rows * most, kNotFinite);
@@ -123,9 +138,14 @@ class Package : public torch::CustomClassHolder {
         int64_t at = i * most + depth;
         if (depth && id[at - 1] == kNotFinite) continue;
         const float* of_row = logits.const_data_ptr<float>() + i * vocab;
-        id[at] = temperature[i] == 0.0f
-                     ? most_likely(of_row, vocab)
-                     : drawn(of_row, vocab, temperature[i], uniforms.const_data_ptr<double>()[at], probabilities.mutable_data_ptr<float>() + at * vocab);
+        if (temperature[i] == 0.0f) {
+          id[at] = most_likely(of_row, vocab);
+        } else if (races[i].numel()) {
+          id[at] = winner(of_row, vocab, temperature[i], races[i].const_data_ptr<float>() + depth * vocab);
+        } else {
+          float* of_token = probabilities.mutable_data_ptr<float>() + at * vocab;
+          id[at] = drawn(of_row, vocab, temperature[i], uniforms.const_data_ptr<double>()[at], of_token);
+        }
       }
       while (rows && count[rows - 1] <= depth + 1) --rows;
       if (!rows) break;

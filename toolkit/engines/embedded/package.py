@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["PackagedEngine", "load_package"]
 
 
+_NONE = torch.empty(0)
+
+
 class PackagedEngine(EmbeddedEngine):
     """Implements ChainingEngine."""
 
@@ -46,6 +49,7 @@ class PackagedEngine(EmbeddedEngine):
         counts: Sequence[int],
         temperatures: Sequence[float],
         uniforms: Sequence[Sequence[float]],
+        races: Sequence[NDArray[Any] | None],
     ) -> tuple[list[list[int]], NDArray[Any] | None]:
         """See ChainingEngine.forward_chain. Raises ValueError for tokens or slots that do not fit,
         and for counts that do not fall.
@@ -59,7 +63,10 @@ class PackagedEngine(EmbeddedEngine):
         ends = list(itertools.accumulate(widths))
         starts = tuple(end - width for end, width in zip(ends, widths, strict=True))
         columns = tuple(end - 1 for end in ends)
-        is_drawn = any(temperatures)
+        is_drawn = any(
+            temperature != 0.0 and race is None
+            for temperature, race in zip(temperatures, races, strict=True)
+        )
         with torch.inference_mode():
             ids, probabilities = self._chain(
                 torch.from_numpy(np.array([token for row in rows for token in row])),
@@ -70,6 +77,7 @@ class PackagedEngine(EmbeddedEngine):
                 self._index(tuple(counts)),
                 torch.from_numpy(np.array(temperatures, dtype=np.float32)),
                 torch.from_numpy(np.array(uniforms if is_drawn else [], dtype=np.float64)),
+                [_NONE if race is None else torch.from_numpy(race) for race in races],
             )
         for slot, width, count in zip(slots, widths, counts, strict=True):
             self._lengths[slot] += width + count - 1
