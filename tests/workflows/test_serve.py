@@ -68,10 +68,7 @@ def test_both_arms_are_served_in_turns_and_judged(
     Triton looks for modules. For one prompt of the four, two tokens tie at one position.
     """
     drawn = {"enabled": True, "effect": 0.19, "power": 0.5, "max_seconds": 600.0}
-    # A limit that a busy machine meets, too.
-    latency = {"min_speedup": 0.1}
-    validation = {**VALIDATION, "distribution": drawn, "latency": latency}
-    config = loaded(tmp_path, tiny_pair, validation=validation)
+    config = loaded(tmp_path, tiny_pair, validation={**VALIDATION, "distribution": drawn})
     prompts = ["def f(x):", "def g(x):", f"{TIED} def h(x):", "def i(x):"]
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
