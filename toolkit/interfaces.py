@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_PENALTY",
+    "Chain",
     "ChainingEngine",
     "CopyingEngine",
     "Engine",
@@ -249,31 +250,41 @@ class CopyingEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A sequence of `forward_chain`: after the cached prefix of `slot` come `tokens`, then `count`
+    tokens, 1 or more, which the engine chooses.
+
+    temperature 0 chooses the most likely token, of equal ones the first. Else the softmax of logits
+    / temperature decides. With a race [count, vocab] float32, the token wins that is largest after
+    its probability is multiplied by its number there. Without one it is drawn, with one of the
+    uniforms [count] in [0, 1).
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    count: int
+    temperature: float = 0.0
+    uniforms: Sequence[float] = ()
+    race: NDArray[Any] | None = None
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.temperature != 0.0 and self.race is None
+
+
 @runtime_checkable
 class ChainingEngine(Protocol):
     """A StepEngine that runs the tokens that it chooses itself, as a draft does."""
 
-    def forward_chain(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        temperatures: Sequence[float],
-        uniforms: Sequence[Sequence[float]],
-        races: Sequence[NDArray[Any] | None],
-    ) -> tuple[list[list[int]], NDArray[Any] | None]:
-        """Run rows[i] after the cached prefix of slots[i], choose a token from the last logits, run
-        it, and so on, until counts[i] tokens are chosen. The last one is not run. counts are 1 or
-        more, and fall.
+    def forward_chain(self, chains: Sequence[Chain]) -> tuple[list[list[int]], NDArray[Any] | None]:
+        """Run the tokens of each chain, choose a token from the last logits, run it, and so on. The
+        last token that is chosen is not run. counts fall from chain to chain.
 
-        temperatures: 0 chooses the most likely token, of equal ones the first. Else the softmax of
-        logits / temperature decides. With races[i] [counts[i], vocab] float32, the token wins that
-        is largest after its probability is multiplied by its number there; with None, one is drawn
-        with one of uniforms[i], counts[0] numbers in [0, 1).
-
-        Returns the tokens of each row, and what they were drawn from [rows, counts[0], vocab],
-        which is undefined for rows that used no uniforms; None if no row did. From where logits are
-        not finite on, a row's tokens are -1. A slot has grown by its row and counts[i] - 1 tokens.
+        Returns the tokens that each chain chose, and what they were drawn from [chains, counts[0],
+        vocab], which is undefined for chains that are not drawn; None if none is. From where logits
+        are not finite on, the tokens of a chain are -1. A slot has grown by its tokens and count -
+        1.
         """
         ...
 

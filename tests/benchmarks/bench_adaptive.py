@@ -47,6 +47,7 @@ from tests.support.runtimes import Outcome, make_request
 from toolkit.engines.embedded.package import PackagedEngine
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
+from toolkit.interfaces import Chain
 from toolkit.resampling import bootstrap_ratio_of_sums
 from toolkit.speculative.adaptive import AdaptiveSettings
 from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
@@ -98,22 +99,14 @@ class SpoiledDraft:
                     host[row, column, WRONG_TOKEN] = 1e4
         return logits
 
-    def forward_chain(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        temperatures: Sequence[float],
-        uniforms: Sequence[Sequence[float]],
-        races: Sequence[NDArray[Any] | None],
-    ) -> tuple[list[list[int]], NDArray[Any] | None]:
+    def forward_chain(self, chains: Sequence[Chain]) -> tuple[list[list[int]], NDArray[Any] | None]:
         """What the engine chooses, but for wrong tokens at spoiled places. What it chose behind
         them is as good as any other text, since nothing behind a wrong token is accepted.
         """
-        ids, _ = self._engine.forward_chain(slots, rows, counts, temperatures, uniforms, races)
-        for slot, new, chosen in zip(slots, rows, ids, strict=True):
-            held = self._held[slot]
-            held += new
+        ids, _ = self._engine.forward_chain(chains)
+        for chain, chosen in zip(chains, ids, strict=True):
+            held = self._held[chain.slot]
+            held += chain.tokens
             for index, token in enumerate(chosen):
                 if self.is_spoiled(place_of(held, len(held))):
                     chosen[index] = WRONG_TOKEN

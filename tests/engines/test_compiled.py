@@ -32,7 +32,7 @@ from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.registry import backend, loader
 from toolkit.engines.stage import compile_engine, fingerprint
 from toolkit.errors import BackendUnavailable, CheckpointError, StageError, UsageError
-from toolkit.interfaces import EngineSpec
+from toolkit.interfaces import Chain, EngineSpec
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 needs_compiler = pytest.mark.skipif(compiler_path() is None, reason="no C++ compiler")
@@ -126,9 +126,18 @@ def test_a_chain_chooses_as_single_forwards_do(
     random = np.random.default_rng(1)
     uniforms = random.random((3, 5)).tolist()
     noise = 1 / random.standard_exponential((3, 5, loaded.vocab_size)).astype(np.float32)
-    races = [noise[row, : counts[row]] if row in raced else None for row in range(3)]
     uniforms[0][:2] = [0.0, np.nextafter(1.0, 0.0)]
-    arguments = (slots, rows, counts, temperatures, uniforms, races)
+    chains = [
+        Chain(
+            slots[row],
+            rows[row],
+            counts[row],
+            temperatures[row],
+            uniforms[row][: counts[row]],
+            noise[row, : counts[row]] if row in raced else None,
+        )
+        for row in range(3)
+    ]
 
     def begin() -> None:
         for slot in range(3):
@@ -136,16 +145,15 @@ def test_a_chain_chooses_as_single_forwards_do(
             loaded.forward([slot], torch.tensor([list(b"class A")]))
 
     begin()
-    expected_ids, expected = chained(loaded, *arguments)
+    expected_ids, expected = chained(loaded, chains)
     begin()
-    ids, probabilities = loaded.forward_chain(*arguments)
+    ids, probabilities = loaded.forward_chain(chains)
     assert ids == expected_ids
     lengths = [7 + len(row) + count - 1 for row, count in zip(rows, counts, strict=True)]
     assert [loaded.length(slot) for slot in slots] == lengths
     assert (probabilities is None) == (expected is None)
     for index, count in enumerate(counts):
-        is_drawn = temperatures[index] != 0.0 and index not in raced
-        if probabilities is None or expected is None or not is_drawn:
+        if probabilities is None or expected is None or not chains[index].is_drawn:
             continue
         for depth in range(count):
             assert probabilities[index, depth, ids[index][depth]] > 0
@@ -162,7 +170,7 @@ def test_tokens_of_a_chain_are_drawn_by_their_probabilities(loaded: PackagedEngi
     for index in range(many):
         loaded.rewind([0], [0])
         ids, probabilities = loaded.forward_chain(
-            [0], [list(b"def")], [1], [1.5], [[(index + 0.5) / many]], [None]
+            [Chain(0, list(b"def"), 1, 1.5, [(index + 0.5) / many])]
         )
         counts[ids[0][0]] += 1
     assert probabilities is not None
@@ -177,16 +185,15 @@ def test_a_row_without_finite_logits_chooses_nothing_and_spoils_no_other(
 ) -> None:
     engine = loader("torch").load(plain_engine.path)
     assert isinstance(engine, PackagedEngine)
-    rows, uniforms = [list(b"abc"), list(b"abc")], [[0.3] * 4] * 2
+    chains = [Chain(slot, list(b"abc"), 4, temperature, [0.3] * 4) for slot in (0, 1)]
     for slot in (0, 1):
         engine.forward([slot], torch.tensor([list(b"text")]))
-    races = [None] * 2
-    whole, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms, races)
+    whole, _ = engine.forward_chain(chains)
     assert whole[0] == whole[1]
     engine.rewind([0, 1], [4, 4])
     for cache in engine._caches:
         cache[1, :, 2] = float("nan")
-    ids, _ = engine.forward_chain([0, 1], rows, [4, 4], [temperature] * 2, uniforms, races)
+    ids, _ = engine.forward_chain(chains)
     assert ids == [whole[0], [-1] * 4]
 
 
@@ -195,8 +202,8 @@ def test_a_row_without_finite_logits_chooses_nothing_and_spoils_no_other(
 @pytest.mark.parametrize(
     ("slots", "rows", "counts", "message"),
     [
-        ([0, 1], [[1], [2]], [1, 2], "falling"),
-        ([0, 1], [[1], [2]], [1], "each needs one"),
+        ([0, 1], [[1], [2]], [1, 2], "to fall"),
+        ([0, 1], [[1], [2]], [1, 0], "1 or more"),
         ([0], [[]], [1], "tokens per sequence"),
         ([0, 0], [[1], [1]], [1, 1], "one distinct slot"),
         ([9], [[1]], [1], "not all in this engine"),
@@ -212,7 +219,7 @@ def test_a_chain_that_does_not_fit_is_refused(
 ) -> None:
     loaded.rewind(range(3), [0] * 3)
     with pytest.raises(ValueError, match=message):
-        loaded.forward_chain(slots, rows, counts, [0.0] * len(slots), [], [None] * len(slots))
+        loaded.forward_chain([Chain(*each) for each in zip(slots, rows, counts, strict=True)])
     assert loaded.length(0) == 0
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.step_engines import ChainingTableEngine, TableEngine
+from toolkit.interfaces import Chain
 from toolkit.speculative.costs import StepCosts, measured_costs
 
 FLAT = [[0.0] * 5, *([1000.0] * 5 for _ in range(3))]  # widths 1 to 3, up to 4 rows
@@ -63,9 +64,9 @@ def test_a_draft_that_chains_is_timed_by_the_chain() -> None:
     """
 
     class Chaining(ChainingTableEngine):
-        def forward_chain(self, *arguments: Any) -> Any:
-            clock.now += 650 + 50 * arguments[2][0]
-            return super().forward_chain(*arguments)
+        def forward_chain(self, chains: Sequence[Chain]) -> Any:
+            clock.now += 650 + 50 * chains[0].count
+            return super().forward_chain(chains)
 
     clock = Clock()
     draft = Chaining(1, max_batch_size=4)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.interfaces import Sampling, StepEngine
+from toolkit.interfaces import Chain, Sampling, StepEngine
 from toolkit.speculative.sampling import draw, normalised, weights
 
 LOOK_BACK = 4  # tokens that the logits depend on
@@ -119,54 +119,38 @@ class ChainingTableEngine(TableEngine):
         super().__init__(seed, **settings)
         self.chains: list[tuple[int, ...]] = []
 
-    def forward_chain(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        temperatures: Sequence[float],
-        uniforms: Sequence[Sequence[float]],
-        races: Sequence[NDArray[Any] | None],
-    ) -> tuple[list[list[int]], NDArray[Any] | None]:
-        self.chains.append(tuple(counts))
-        return chained(self, slots, rows, counts, temperatures, uniforms, races)
+    def forward_chain(self, chains: Sequence[Chain]) -> tuple[list[list[int]], NDArray[Any] | None]:
+        self.chains.append(tuple(chain.count for chain in chains))
+        return chained(self, chains)
 
 
 def chained(
-    engine: StepEngine,
-    slots: Sequence[int],
-    rows: Sequence[Sequence[int]],
-    counts: Sequence[int],
-    temperatures: Sequence[float],
-    uniforms: Sequence[Sequence[float]],
-    races: Sequence[NDArray[Any] | None],
+    engine: StepEngine, chains: Sequence[Chain]
 ) -> tuple[list[list[int]], NDArray[Any] | None]:
     """ChainingEngine.forward_chain, row by row and token by token."""
-    assert list(counts) == sorted(counts, reverse=True) and min(counts) > 0
-    probs = np.full((len(slots), counts[0], engine.vocab_size), np.nan)
+    counts = [chain.count for chain in chains]
+    assert counts == sorted(counts, reverse=True) and min(counts) > 0
+    probs = np.full((len(chains), counts[0], engine.vocab_size), np.nan)
     ids: list[list[int]] = []
-    for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+    for index, chain in enumerate(chains):
         ids.append([])
-        fed = list(row)
-        for depth in range(counts[index]):
-            logits = engine.forward([slot], torch.tensor([fed]), last_only=True)[0].numpy()
+        fed = list(chain.tokens)
+        for depth in range(chain.count):
+            logits = engine.forward([chain.slot], torch.tensor([fed]), last_only=True)[0].numpy()
             if -1 in ids[-1] or not np.isfinite(logits.max()):
                 token = -1
-            elif temperatures[index] == 0.0:
+            elif chain.temperature == 0.0:
                 token = int(logits[0].argmax())
             else:
-                row_weights = weights(logits, Sampling(temperature=temperatures[index]))
-                race = races[index]
-                if race is not None:
-                    token = int((row_weights[0] * race[depth]).argmax())
+                row_weights = weights(logits, Sampling(temperature=chain.temperature))
+                if chain.race is not None:
+                    token = int((row_weights[0] * chain.race[depth]).argmax())
                 else:
                     probs[index, depth] = normalised(row_weights)[0]
-                    token = draw(probs[index, depth], uniforms[index][depth])
+                    token = draw(probs[index, depth], chain.uniforms[depth])
             ids[-1].append(token)
             fed = [max(token, 0)]
-    pairs = zip(temperatures, races, strict=True)
-    is_drawn = any(temperature and race is None for temperature, race in pairs)
-    return ids, probs if is_drawn else None
+    return ids, probs if any(chain.is_drawn for chain in chains) else None
 
 
 class ForgetfulRewind(TableEngine):

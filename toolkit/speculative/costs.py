@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from toolkit.interfaces import ChainingEngine, StepEngine
+from toolkit.interfaces import Chain, ChainingEngine, StepEngine
 from toolkit.speculative.adaptive import PROBE_TOKENS
 from toolkit.speculative.sampling import argmax
 
@@ -179,8 +179,7 @@ def _drafts(draft: StepEngine) -> Run:
         chain = draft.forward_chain
 
         def run_chain(slots: list[int], count: int) -> object:
-            rows = len(slots)
-            return chain(slots, [[0]] * rows, [count] * rows, [0.0] * rows, [], [None] * rows)
+            return chain([Chain(slot, [0], count) for slot in slots])
 
         return run_chain
 

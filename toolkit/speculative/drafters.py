@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from toolkit.interfaces import ChainingEngine, CopyingEngine, StepEngine
+from toolkit.interfaces import Chain, ChainingEngine, CopyingEngine, StepEngine
 from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.sampling import NOT_FINITE, argmax, to_host, token_rows
 
@@ -108,23 +108,10 @@ class ModelDrafter:
 
     def _propose_chained(self, engine: ChainingEngine, rows: list[Sequence]) -> None:
         """In one call of the engine, which feeds itself. rows: the longest drafts first."""
-        counts = [row.draft_room() for row in rows]
-        slots, starts = [row.slot for row in rows], [self._valid_tokens[row.slot] for row in rows]
-        self._rewind(slots, starts)
+        starts = [self._valid_tokens[row.slot] for row in rows]
+        self._rewind([row.slot for row in rows], starts)
         tokens, probs = engine.forward_chain(
-            slots,
-            [row.ids[start:] for row, start in zip(rows, starts, strict=True)],
-            counts,
-            [row.rule.draft_temperature or 0.0 for row in rows],
-            [
-                # No more than it needs, so that a seed does not depend on the others.
-                row.rule.draft_uniforms(count) + [0.0] * (counts[0] - count)
-                for row, count in zip(rows, counts, strict=True)
-            ],
-            [
-                row.rule.draft_races(len(row.ids), count)
-                for row, count in zip(rows, counts, strict=True)
-            ],
+            [_chain(row, row.ids[start:]) for row, start in zip(rows, starts, strict=True)]
         )
         for index, row in enumerate(rows):
             for depth, token in enumerate(tokens[index]):
@@ -222,6 +209,19 @@ class ModelDrafter:
         engine = self._engine
         if any(engine.length(slot) != length for slot, length in zip(slots, lengths, strict=True)):
             engine.rewind(slots, lengths)
+
+
+def _chain(row: Sequence, tokens: list[int]) -> Chain:
+    """The next block of a row whose draft's cache still needs these tokens."""
+    rule, count = row.rule, row.draft_room()
+    return Chain(
+        row.slot,
+        tokens,
+        count,
+        rule.draft_temperature or 0.0,
+        rule.draft_uniforms(count),
+        rule.draft_races(len(row.ids), count),
+    )
 
 
 class Lookup:

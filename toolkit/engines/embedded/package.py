@@ -25,14 +25,14 @@ from toolkit.engines.embedded.kernels import caches_by_position, load_library
 from toolkit.engines.embedded.weights import load_weights
 from toolkit.errors import StageError
 from toolkit.facts.embedded import slot_tokens
+from toolkit.interfaces import Chain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["PackagedEngine", "load_package"]
 
-
-_NONE = torch.empty(0)
+_NONE = torch.empty(0)  # in place of a race
 
 
 class PackagedEngine(EmbeddedEngine):
@@ -42,42 +42,33 @@ class PackagedEngine(EmbeddedEngine):
         super().__init__(package.run, **settings)
         self._chain = package.chain
 
-    def forward_chain(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        temperatures: Sequence[float],
-        uniforms: Sequence[Sequence[float]],
-        races: Sequence[NDArray[Any] | None],
-    ) -> tuple[list[list[int]], NDArray[Any] | None]:
+    def forward_chain(self, chains: Sequence[Chain]) -> tuple[list[list[int]], NDArray[Any] | None]:
         """See ChainingEngine.forward_chain. Raises ValueError for tokens or slots that do not fit,
         and for counts that do not fall.
         """
-        slots, widths = list(slots), [len(row) for row in rows]
-        if len(counts) != len(slots) or list(counts) != sorted(counts, reverse=True):
-            raise ValueError(
-                f"counts {list(counts)} for {len(slots)} rows; each needs one, falling"
-            )
+        slots = [chain.slot for chain in chains]
+        widths, counts = [len(chain.tokens) for chain in chains], [chain.count for chain in chains]
+        if min(counts) < 1 or counts != sorted(counts, reverse=True):
+            raise ValueError(f"counts {counts}; they have to be 1 or more and to fall")
         places = self._places(slots, widths, counts[0] - 1)
         ends = list(itertools.accumulate(widths))
         starts = tuple(end - width for end, width in zip(ends, widths, strict=True))
-        columns = tuple(end - 1 for end in ends)
-        is_drawn = any(
-            temperature != 0.0 and race is None
-            for temperature, race in zip(temperatures, races, strict=True)
-        )
+        is_drawn = any(chain.is_drawn for chain in chains)
+        uniforms = np.zeros((len(chains), counts[0]) if is_drawn else 0)
+        for row, chain in enumerate(chains):
+            if chain.is_drawn:
+                uniforms[row, : chain.count] = chain.uniforms
         with torch.inference_mode():
             ids, probabilities = self._chain(
-                torch.from_numpy(np.array([token for row in rows for token in row])),
+                torch.from_numpy(np.array([token for chain in chains for token in chain.tokens])),
                 self._index(tuple(slots)),
                 places,
                 self._index(starts),
-                self._index(columns),
+                self._index(tuple(end - 1 for end in ends)),
                 self._index(tuple(counts)),
-                torch.from_numpy(np.array(temperatures, dtype=np.float32)),
-                torch.from_numpy(np.array(uniforms if is_drawn else [], dtype=np.float64)),
-                [_NONE if race is None else torch.from_numpy(race) for race in races],
+                torch.from_numpy(np.array([chain.temperature for chain in chains], np.float32)),
+                torch.from_numpy(uniforms),
+                [_NONE if chain.race is None else torch.from_numpy(chain.race) for chain in chains],
             )
         for slot, width, count in zip(slots, widths, counts, strict=True):
             self._lengths[slot] += width + count - 1
