@@ -1,7 +1,8 @@
 """Whether draft lengths that adapt keep what the best fixed length gains, and lose nothing where no
 length gains.
 
-The quickstart pair in process, greedy, 1, 4 and 16 requests at once, on four mixes of text:
+The quickstart pair in process, greedy, on four mixes of text; 1, 4 and 16 requests at once, of
+which each makes room for the next:
 
     predictable     the draft as it is
     unpredictable   the draft's best token is never the right one
@@ -10,8 +11,8 @@ The quickstart pair in process, greedy, 1, 4 and 16 requests at once, on four mi
 
 Arms: plain decoding, every fixed draft length, and adaptive. All arms take a group of prompts
 before any takes the next one, in rotated order, so that the figures of a pair are seconds apart;
-the ranges are 95 % bootstrap intervals. Drafts are spoiled by a wrapper around the draft's engine,
-which costs a few microseconds per draft in all arms. Good: adaptive / best fixed >= 0.97, adaptive
+the ranges are 95 % bootstrap intervals. Drafts are spoiled behind the draft's back, where they are
+proposed and where they are probed. Good: adaptive / best fixed >= 0.97, adaptive
 / plain >= 0.95, and every text is the plain one. (`best` includes plain decoding. In the mix of
 both kinds the best fixed choice is per kind: the predictable ones draft, the others do not.)
 
@@ -31,27 +32,28 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Slots
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from tests.benchmarks.engines import facts
 from tests.support.runtimes import Outcome, make_request
-from toolkit.engines.embedded.package import PackagedEngine
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
-from toolkit.interfaces import Chain
 from toolkit.resampling import bootstrap_ratio_of_sums
 from toolkit.speculative.adaptive import AdaptiveSettings
+from toolkit.speculative.costs import measured_costs
+from toolkit.speculative.drafters import ModelDrafter
+from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
-from toolkit.speculative.sampling import to_host
 from toolkit.speculative.text import TextCodec
 
 ROOT = Path(__file__).parents[2]
@@ -59,68 +61,38 @@ PROMPTS = ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl"
 MIXES = ("predictable", "unpredictable", "alternating", "both kinds")
 LOADS = (1, 4, 16)
 TURN_TOKENS = 48
-CONTEXT_TOKENS = 6  # that tell, with the position, where in which text a token is
+TIMES_THE_LOAD = 3  # so many prompts are a group
 WRONG_TOKEN = 0
 
+IsSpoiled = Callable[[int, int], bool]
+"""Of a prompt's number and the place in its output."""
 
-Place = tuple[int, tuple[int, ...]]
 
+class SpoiledDrafter(ModelDrafter):
+    """Proposes a wrong token wherever `is_spoiled` says so, and finds it wrong when it probes.
 
-def place_of(ids: Sequence[int], end: int) -> Place:
-    """Where a token is that follows the first `end` of these. Texts repeat themselves, so the last
-    tokens alone do not tell.
+    What it proposes behind a wrong token is as good as any other text, since nothing of it is
+    accepted. Requests are called by their prompts' numbers.
     """
-    return end, tuple(ids[max(0, end - CONTEXT_TOKENS) : end])
 
+    is_spoiled: IsSpoiled = staticmethod(lambda prompt, place: False)
 
-class SpoiledDraft:
-    """An engine whose best token is wrong wherever `is_spoiled` says so."""
+    def propose(self, sequences: Slots[Sequence]) -> None:
+        super().propose(sequences)
+        for row in sequences:
+            prompt, made = int(row.request.request_id), len(row.ids) - row.prompt_tokens
+            for depth in range(len(row.drafts)):
+                if self.is_spoiled(prompt, made + depth):
+                    row.drafts[depth] = WRONG_TOKEN
 
-    def __init__(self, engine: PackagedEngine) -> None:
-        self._engine = engine
-        self._held: list[list[int]] = [[] for _ in range(engine.max_batch_size)]
-        self.vocab_size = engine.vocab_size
-        self.max_batch_size = engine.max_batch_size
-        self.max_seq_len = engine.max_seq_len
-        self.max_step_tokens = engine.max_step_tokens
-        self.is_spoiled: Callable[[Place], bool] = lambda place: False
-
-    def forward(
-        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
-    ) -> torch.Tensor:
-        logits = self._engine.forward(slots, tokens, last_only=last_only)
-        host = to_host(logits)  # a view: inference tensors cannot be written to
-        for row, (slot, new) in enumerate(zip(slots, tokens.tolist(), strict=True)):
-            held = self._held[slot]
-            held += new
-            for column in range(logits.shape[1]):
-                end = len(held) - logits.shape[1] + 1 + column
-                if self.is_spoiled(place_of(held, end)):
-                    host[row, column, WRONG_TOKEN] = 1e4
-        return logits
-
-    def forward_chain(self, chains: Sequence[Chain]) -> tuple[list[list[int]], NDArray[Any] | None]:
-        """What the engine chooses, but for wrong tokens at spoiled places. What it chose behind
-        them is as good as any other text, since nothing behind a wrong token is accepted.
-        """
-        ids, _ = self._engine.forward_chain(chains)
-        for chain, chosen in zip(chains, ids, strict=True):
-            held = self._held[chain.slot]
-            held += chain.tokens
-            for index, token in enumerate(chosen):
-                if self.is_spoiled(place_of(held, len(held))):
-                    chosen[index] = WRONG_TOKEN
-                if index < len(chosen) - 1:
-                    held.append(token)
-        return ids, None
-
-    def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        self._engine.rewind(slots, lengths)
-        for slot, length in zip(slots, lengths, strict=True):
-            del self._held[slot][length:]
-
-    def length(self, slot: int) -> int:
-        return self._engine.length(slot)
+    def probe(self, sequences: Slots[Sequence], counts: Slots[int]) -> list[list[float]]:
+        results = super().probe(sequences, counts)
+        for row, shares in zip(sequences, results, strict=True):
+            prompt, first = int(row.request.request_id), len(row.ids) - len(shares)
+            for index in range(len(shares)):
+                if self.is_spoiled(prompt, first + index - row.prompt_tokens):
+                    shares[index] = 0.0
+        return results
 
 
 @dataclass
@@ -137,44 +109,41 @@ class Arm:
 
 def together(
     runtime: SpeculativeRuntime,
-    prompts: Sequence[Sequence[int]],
+    prompts: Mapping[int, list[int]],
+    load: int,
     max_tokens: int,
-    draft_lens: Sequence[int | None],
+    draft_lens: Slots[int | None],
     clock: Callable[[], int],
 ) -> tuple[list[Outcome], float]:
-    """All prompts at once, to the end, and how many seconds they took."""
-    outcomes = [Outcome() for _ in prompts]
+    """All prompts (number -> ids), so many at a time, and how many seconds they took. When one has
+    ended, the next one comes.
+    """
+    outcomes = {number: Outcome() for number in prompts}
+    waiting, running = deque(prompts), list[Outcome]()
     began = clock()
-    for index, (prompt, draft_len) in enumerate(zip(prompts, draft_lens, strict=True)):
-        request = make_request(prompt, max_tokens, request_id=str(index), draft_len=draft_len)
-        runtime.submit(request, outcomes[index].events.append)
-    while runtime.step():
-        pass
+    while waiting or running:
+        while waiting and len(running) < load:
+            number = waiting.popleft()
+            request = make_request(
+                prompts[number], max_tokens, request_id=str(number), draft_len=draft_lens[number]
+            )
+            running.append(outcomes[number])
+            runtime.submit(request, outcomes[number].events.append)
+        runtime.step()
+        running = [outcome for outcome in running if outcome.finish_reason is None]
     spent = (clock() - began) / 1e9
-    for outcome in outcomes:
+    for outcome in outcomes.values():
         if outcome.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a request failed: {outcome.events[-1].error}")
-    return outcomes, spent
+    return list(outcomes.values()), spent
 
 
-def spoiled_contexts(
-    mix: str, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> set[Place]:
-    """Where the draft is to be wrong."""
-    contexts = set()
-    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        ids = [*prompt, *text]
-        for made in range(len(text)):
-            is_spoiled = {
-                "predictable": False,
-                "unpredictable": True,
-                "alternating": made // TURN_TOKENS % 2 == 1,
-                "both kinds": index % 2 == 1,
-            }[mix]
-            if is_spoiled:
-                end = len(prompt) + made
-                contexts.add(place_of(ids, end))
-    return contexts
+SPOILED: dict[str, IsSpoiled] = {
+    "predictable": lambda prompt, place: False,
+    "unpredictable": lambda prompt, place: True,
+    "alternating": lambda prompt, place: place // TURN_TOKENS % 2 == 1,
+    "both kinds": lambda prompt, place: prompt % 2 == 1,
+}
 
 
 def arms_of(mix: str, max_draft_len: int, count: int) -> dict[str, list[int | None]]:
@@ -191,40 +160,40 @@ def arms_of(mix: str, max_draft_len: int, count: int) -> dict[str, list[int | No
 
 def measure(
     runtime: SpeculativeRuntime,
-    draft: SpoiledDraft,
-    prompts: Sequence[Sequence[int]],
+    drafter: SpoiledDrafter,
+    prompts: Mapping[int, list[int]],
     mix: str,
     load: int,
     asked: argparse.Namespace,
 ) -> dict[str, Any]:
     max_draft_len, clock = runtime.settings.max_draft_len, clock_of(asked)
-    plain, _ = zip(
-        *(together(runtime, [p], asked.max_tokens, [0], clock) for p in prompts), strict=True
-    )
-    texts = [outcomes[0].ids for outcomes in plain]
-    contexts = spoiled_contexts(mix, prompts, texts)
-    draft.is_spoiled = lambda place: place in contexts
+    plain = [0] * len(prompts)
+    drafter.is_spoiled = SPOILED[mix]
+    texts = {}
+    for number, prompt in prompts.items():
+        (outcome,), _ = together(runtime, {number: prompt}, 1, asked.max_tokens, plain, clock)
+        texts[number] = outcome.ids
     lengths = arms_of(mix, max_draft_len, len(prompts))
     arms = {name: Arm() for name in lengths}
     names, same, asked_texts = list(arms), 0, 0
     reasons: dict[str, int] = {}
     drafted = [0] * max_draft_len
-    together(runtime, prompts[:load], asked.max_tokens, lengths["adaptive"][:load], clock)  # warm
-    starts = range(0, len(prompts), load)
-    for turn, start in enumerate(asked.rounds * list(starts)):
-        part = slice(start, start + load)
+    many = TIMES_THE_LOAD * load
+    groups = [
+        {number: prompts[number] for number in range(start, min(start + many, len(prompts)))}
+        for start in range(0, len(prompts), many)
+    ]
+    together(runtime, groups[0], load, asked.max_tokens, lengths["adaptive"], clock)  # warm
+    for turn, group in enumerate(asked.rounds * groups):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            outcomes, spent = together(
-                runtime, prompts[part], asked.max_tokens, lengths[name][part], clock
-            )
+            outcomes, spent = together(runtime, group, load, asked.max_tokens, lengths[name], clock)
             arms[name].tokens.append(sum(len(outcome.ids) for outcome in outcomes))
             arms[name].seconds.append(spent)
             if name != "adaptive":
                 continue
-            ids = [outcome.ids for outcome in outcomes]
-            same += sum(a == b for a, b in zip(ids, texts[part], strict=True))
-            asked_texts += len(ids)
-            for outcome in outcomes:
+            for number, outcome in zip(group, outcomes, strict=True):
+                same += outcome.ids == texts[number]
+                asked_texts += 1
                 for place, count in enumerate(outcome.stats.drafted_by_position):
                     drafted[place] += count
                 for reason, steps in outcome.stats.steps_by_reason.items():
@@ -260,7 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", type=Path, default=ROOT / "engines" / "adaptive")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--mix", choices=MIXES, action="append")
     parser.add_argument("--load", type=int, action="append")
@@ -269,9 +238,7 @@ def main() -> int:
     if not (asked.engines / "target" / "config.json").exists():
         build_engines()
     target = loader("torch").load(asked.engines / "target", threads=1)
-    draft_engine = loader("torch").load(asked.engines / "draft", threads=1)
-    assert isinstance(draft_engine, PackagedEngine)
-    draft = SpoiledDraft(draft_engine)
+    draft = loader("torch").load(asked.engines / "draft", threads=1)
     codec = TextCodec.from_file(asked.engines / "target" / "tokenizer.json")
     config = json.loads((asked.engines / "target" / "config.json").read_text())
     settings = RuntimeSettings(
@@ -280,13 +247,16 @@ def main() -> int:
         adaptive=AdaptiveSettings(),
     )
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()[: asked.prompts]
-    prompts = [codec.encode(json.loads(line)["prompt"]) for line in lines]
+    prompts = dict(enumerate(codec.encode(json.loads(line)["prompt"]) for line in lines))
     results = []
     for mix, load in itertools.product(asked.mix or MIXES, asked.load or LOADS):
         # One runtime per row: what it learned of one mix is not to help in the next.
-        runtime = SpeculativeRuntime(target, draft, codec, settings, clock=clock_of(asked))
-        draft.is_spoiled = lambda place: False
-        results.append(measure(runtime, draft, prompts, mix, load, asked))
+        drafter, clock = SpoiledDrafter(draft), clock_of(asked)
+        costs = measured_costs(target, draft, settings.max_draft_len, clock)
+        runtime = SpeculativeRuntime(
+            target, draft, codec, settings, drafter=drafter, clock=clock, costs=costs
+        )
+        results.append(measure(runtime, drafter, prompts, mix, load, asked))
         show(results[-1])
     clock = "thread" if asked.cpu_time else "wall"
     print(json.dumps({"benchmark": "adaptive", "clock": clock, **facts(), "results": results}))
@@ -305,18 +275,17 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def _range(ratio: Sequence[float]) -> str:
+def _range(ratio: Slots[float]) -> str:
     return "{:.3f} ({:.3f}-{:.3f})".format(*ratio)
 
 
 def build_engines() -> None:
-    from toolkit.cli import main as toolkit
-
     print("building the engines ...", file=sys.stderr)
-    arguments = ["build", str(ROOT / "configs" / "quickstart.yaml"), "--until", "compile"]
+    command = [sys.executable, "-m", "toolkit", "build", str(ROOT / "configs" / "quickstart.yaml")]
+    command += ["--until", "compile"]
     for change in ("name=adaptive", "engine.max_batch_size=16", "speculation.max_draft_len=5"):
-        arguments += ["--set", change]
-    toolkit(arguments)
+        command += ["--set", change]
+    subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
 
 
 if __name__ == "__main__":

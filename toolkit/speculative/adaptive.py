@@ -36,20 +36,19 @@ __all__ = ["PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Cost
 FIRST_ACCEPTANCE = 0.7
 # How many draft tokens the estimate from earlier requests is worth to a new one.
 PRIOR_TOKENS = 4.0
-# How many draft tokens of a request the mean of all running ones is worth: the requests with the
-# best estimates owe a part of them to luck.
-POOLED_TOKENS = 8.0
-SWITCH_GAIN = 0.03  # of the speed of one row; below it, lengths stay as they are
+# How many draft tokens of a request the mean of all running ones is worth, at least and at most.
+LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS = 6.0, 16.0
+SWITCH_GAIN = 0.02  # of the speed of one row; below it, lengths stay as they are
 # A decision costs 30 microseconds and more, and a step of a small model a millisecond.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 32
-PROBE_TOKENS = 16  # that one probe compares, at most
+PROBE_TOKENS = 12  # that one probe compares, at most
 FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
 PROBE_WINDOW_TOKENS = 5.0  # of a probe decide: the text may have changed while nothing was seen
 PROBE_SHARE = 0.015  # of the time of plain decoding, at most
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
-UNLIKELY_RUN = 0.002
+UNLIKELY_RUN = 0.0004
 PERFECT_ACCEPTANCE = 0.95  # if even this would not pay, the load is the reason
 
 
@@ -99,6 +98,7 @@ class Adaptation:
     changes: int = 0  # of draft_len
     probes: int = 0
     misses: int = 0  # blocks without an accepted token, since the last one with
+    before_misses: float = 0.0  # the estimate then
     plain_tokens: int = 0  # output tokens since the last probe or block
     blocks: int = 0  # since drafting began
     probe_after: int = FIRST_PROBE_TOKENS
@@ -156,6 +156,8 @@ class Controller:
 
     def note_block(self, state: Adaptation, drafted: int, accepted: int) -> None:
         """A block was verified. The first rejected token is the last one that was tried."""
+        if not state.misses:
+            state.before_misses = min(state.acceptance, PERFECT_ACCEPTANCE)
         tried = accepted + 1 if accepted < drafted else drafted
         kept = 1.0 - min(1.0, tried / self.settings.window_tokens)
         state.hits = state.hits * kept + accepted
@@ -165,7 +167,7 @@ class Controller:
         state.blocks += 1
         state.plain_tokens = 0
         state.misses = 0 if accepted else state.misses + 1
-        if state.misses > 2 and (1.0 - state.acceptance) ** state.misses < UNLIKELY_RUN:
+        if state.misses and (1.0 - state.before_misses) ** state.misses < UNLIKELY_RUN:
             state.hits, state.trials = 0.5, state.misses + 1.0
             self.reconsider()
 
@@ -359,13 +361,19 @@ def _best_beginning(
 
 
 def _pooled(states: Sequence[Adaptation]) -> list[float]:
-    """The acceptance to expect of each request: its own estimate, drawn towards the mean."""
+    """The acceptance to expect of each request: its own estimate, drawn towards the mean, since the
+    best estimates owe a part to luck. The less the estimates differ beyond what luck explains, the
+    more the mean is worth (the method of moments for a beta-binomial).
+    """
     if not states:
         return []
     mean = sum(state.hits for state in states) / sum(state.trials for state in states)
-    return [
-        (state.hits + POOLED_TOKENS * mean) / (state.trials + POOLED_TOKENS) for state in states
-    ]
+    luck = mean * (1.0 - mean)
+    beyond = sum((state.acceptance - mean) ** 2 - luck / state.trials for state in states)
+    pooled = MOST_POOLED_TOKENS
+    if beyond > 0.0:
+        pooled = min(pooled, max(LEAST_POOLED_TOKENS, luck * len(states) / beyond - 1.0))
+    return [(state.hits + pooled * mean) / (state.trials + pooled) for state in states]
 
 
 def _length(alpha: float, draft_len: int) -> float:

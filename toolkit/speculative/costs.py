@@ -13,8 +13,11 @@ the figure by a fixed share, up or down.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Slots
+from operator import truediv
 
 import torch
 
@@ -31,7 +34,8 @@ FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 CONTEXT_TOKENS = 64  # that stand in each slot while the engines are timed
-PASSES, BUDGET_NS = 12, 2_000_000_000  # over all figures: so often, but then none begins after this
+# Over all figures; after the budget none begins. The first passes allocate, and fill the caches.
+WARM_PASSES, PASSES, BUDGET_NS = 2, 12, 2_000_000_000
 
 
 class StepCosts:
@@ -42,9 +46,9 @@ class StepCosts:
 
     def __init__(
         self,
-        verify: Sequence[Sequence[float]],
-        first: Sequence[float],
-        further: Sequence[float],
+        verify: Slots[Slots[float]],
+        first: Slots[float],
+        further: Slots[float],
         probe: float,
     ) -> None:
         self._verify = [list(row) for row in verify]
@@ -80,7 +84,7 @@ class StepCosts:
         return self._scale * self._probe * rows
 
     def note_step(
-        self, rows: int, drafting: Sequence[int], draft_ns: int, verify_ns: int, host_ns: int
+        self, rows: int, drafting: Slots[int], draft_ns: int, verify_ns: int, host_ns: int
     ) -> None:
         """A step of so many rows was taken. drafting: how many of them drafted a first token, a
         second one, and so on. A step of different lengths moves no figure of the target.
@@ -140,28 +144,38 @@ def measured_costs(
 
     Batches are timed at powers of two and at the largest one; what lies between is interpolated.
     """
-    largest, widths = target.max_batch_size, range(1, max_draft_len + 2)
+    largest = target.max_batch_size
     batches = [*_powers_of_two(largest), largest]
-    shapes = [(rows, width) for width in widths for rows in batches]
-    fastest = _fastest(target, shapes, clock, _forward(target))
-    verify = [[0.0] * (largest + 1)]
-    for width in widths:
-        verify.append(_between({rows: fastest[rows, width] for rows in batches}, largest))
-    if draft is None:
-        free = [0.0] * (largest + 1)
-        return StepCosts(verify, free, free, 0.0)
-    blocks = [(rows, count) for count in {1, max_draft_len} for rows in batches]
-    took = _fastest(draft, blocks, clock, _drafts(draft), before=_flush(target))
-    first = {rows: took[rows, 1] for rows in batches}
-    further = first
-    if max_draft_len > 1:
-        further = {
-            rows: max(0.0, took[rows, max_draft_len] - first[rows]) / (max_draft_len - 1)
-            for rows in batches
-        }
-    probe = (1, min(PROBE_TOKENS, draft.max_step_tokens))
-    probing = _fastest(draft, [probe], clock, _forward(draft))[probe]
-    return StepCosts(verify, _between(first, largest), _between(further, largest), probing)
+    engines = [target] if draft is None else [target, draft]
+    for engine in engines:
+        for slot in range(largest):
+            engine.forward([slot], _zeros(1, _context(engine)), last_only=True)
+    budget_ns = BUDGET_NS // len(batches)
+    blocks, forwards = {}, {}
+    for rows in batches:
+        blocks[rows], forwards[rows] = _timed_steps(
+            target, draft, rows, max_draft_len, clock, budget_ns
+        )
+    probe = 0.0 if draft is None else _timed_probe(target, draft, clock)
+    for engine in engines:
+        engine.rewind(range(largest), [0] * largest)
+    first = {rows: took[1] for rows, took in blocks.items()}
+    further = {
+        rows: max(0.0, took[-1] - took[1]) / max(1, max_draft_len - 1)
+        for rows, took in blocks.items()
+    }
+    return StepCosts(
+        [
+            [0.0] * (largest + 1),
+            *(
+                _between({rows: took[length] for rows, took in forwards.items()}, largest)
+                for length in range(max_draft_len + 1)
+            ),
+        ],
+        _between(first, largest),
+        _between(further if max_draft_len > 1 else first, largest),
+        probe,
+    )
 
 
 Run = Callable[[list[int], int], object]
@@ -189,18 +203,6 @@ def _drafts(draft: StepEngine) -> Run:
     return run
 
 
-def _flush(target: StepEngine) -> Callable[[], object]:
-    """What stands before each block of drafts in truth: the target reads its weights, and the
-    draft's leave the caches.
-    """
-
-    def run() -> None:
-        target.forward([0], _zeros(1, 1), last_only=True)
-        target.rewind([0], [0])
-
-    return run
-
-
 def _powers_of_two(below: int) -> Iterator[int]:
     power = 1
     while power < below:
@@ -213,39 +215,63 @@ def _context(engine: StepEngine) -> int:
     return max(0, min(CONTEXT_TOKENS, engine.max_step_tokens, engine.max_seq_len // 2))
 
 
-def _fastest(
-    engine: StepEngine,
-    shapes: Sequence[tuple[int, int]],
+def _timed_steps(
+    target: StepEngine,
+    draft: StepEngine | None,
+    rows: int,
+    max_draft_len: int,
     clock: Callable[[], int],
-    run: Run,
-    before: Callable[[], object] | None = None,
-) -> dict[tuple[int, int], float]:
-    """[rows, tokens] -> nanoseconds of the fastest of several runs. before: comes before each, and
-    its time does not count.
+    budget_ns: int,
+) -> tuple[list[float], list[float]]:
+    """Nanoseconds of a block of 0, 1, ... drafts, and of the target's forward behind it.
 
-    The fastest, since what disturbs a run only makes it slower. All shapes take a turn in every
-    pass, so that a busy moment does not hit one shape alone.
+    As in truth, draft and target take turns, and steps of as many rows follow each other: caches
+    hold what they hold then. A pass takes a step of every length. A machine may be half as fast for
+    a second, and what counts is how the lengths compare: so a figure is its share of a pass, in the
+    median, of the fastest pass.
     """
-    slots = list(range(engine.max_batch_size))
-    context = _context(engine)
-    for slot in slots:
-        engine.forward([slot], _zeros(1, context), last_only=True)
-    found: dict[tuple[int, int], float] = {}
-    began, passes = clock(), 0
-    # The first pass allocates what each shape needs, and does not count.
-    while passes < 2 or (passes <= PASSES and clock() - began < BUDGET_NS):
-        for rows, width in shapes:
-            if before is not None:
-                before()
+    slots = list(range(rows))
+    drafts = None if draft is None else _drafts(draft)
+    verify = _forward(target)
+    passes: list[list[int]] = []
+    began = clock()
+    while len(passes) <= WARM_PASSES or (
+        len(passes) < WARM_PASSES + PASSES and clock() - began < budget_ns
+    ):
+        passes.append([])
+        for draft_len in range(max_draft_len + 1):
             start = clock()
-            run(slots[:rows], width)
-            took = float(clock() - start)
-            engine.rewind(slots[:rows], [context] * rows)
-            if passes:
-                found[rows, width] = min(took, found.get((rows, width), took))
-        passes += 1
-    engine.rewind(slots, [0] * len(slots))
-    return found
+            if draft is not None and drafts is not None and draft_len:
+                drafts(slots, draft_len)
+                drafted = clock()
+                draft.rewind(slots, [_context(draft)] * rows)
+                passes[-1].append(drafted - start)
+                start = clock()
+            else:
+                passes[-1].append(0)
+            verify(slots, draft_len + 1)
+            passes[-1].append(clock() - start)
+            target.rewind(slots, [_context(target)] * rows)
+    totals = [max(1, sum(times)) for times in passes[WARM_PASSES:]]
+    figures = [
+        min(totals) * statistics.median(map(truediv, times, totals))
+        for times in zip(*passes[WARM_PASSES:], strict=True)
+    ]
+    return figures[::2], figures[1::2]
+
+
+def _timed_probe(target: StepEngine, draft: StepEngine, clock: Callable[[], int]) -> float:
+    """Nanoseconds of a probe of one row, in the midst of plain decoding."""
+    probe, verify = _forward(draft), _forward(target)
+    times = []
+    for _ in range(PASSES):
+        verify([0], 1)
+        start = clock()
+        probe([0], min(PROBE_TOKENS, draft.max_step_tokens))
+        times.append(clock() - start)
+        target.rewind([0], [_context(target)])
+        draft.rewind([0], [_context(draft)])
+    return float(statistics.median(times))
 
 
 def _zeros(rows: int, width: int) -> torch.Tensor:
@@ -253,12 +279,15 @@ def _zeros(rows: int, width: int) -> torch.Tensor:
 
 
 def _between(figures: dict[int, float], largest: int) -> list[float]:
-    """The figure of every number of rows up to `largest`, on the lines between those given."""
+    """The figure of every number of rows up to `largest`, on the lines between those given. Fewer
+    rows take no longer than more.
+    """
     known = sorted(figures)
+    least = {rows: min(figures[more] for more in known if more >= rows) for rows in known}
     values = [0.0] * (largest + 1)
     for rows in range(1, largest + 1):
         above = next(each for each in known if each >= rows)
         below = max(each for each in known if each <= rows)
         share = 0.0 if above == below else (rows - below) / (above - below)
-        values[rows] = figures[below] + share * (figures[above] - figures[below])
+        values[rows] = least[below] + share * (least[above] - least[below])
     return values
