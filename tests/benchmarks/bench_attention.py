@@ -22,6 +22,7 @@ from tests.benchmarks.bench_kernels import SHAPE
 from tests.benchmarks.engines import facts, in_turns
 from toolkit.engines.embedded.kernels import KernelOps, build_library, load_library
 from toolkit.engines.embedded.model import Attention, Step
+from toolkit.facts.embedded import BLOCK
 
 SEQUENCES, SHORT, LONG = 16, 64, 32_768
 HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
@@ -49,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
         ops = load_library(library, build_library(library))
-    keys = torch.zeros(SEQUENCES + 1, KV_HEADS, DIM, CAPACITY)
+    keys = torch.zeros(SEQUENCES + 1, KV_HEADS, CAPACITY // BLOCK, DIM, BLOCK)
     values = torch.zeros(SEQUENCES + 1, KV_HEADS, CAPACITY, DIM)
     batches = {
         "16 short": [SHORT] * SEQUENCES,

@@ -26,6 +26,7 @@ from toolkit.engines.embedded.kernels import (
 )
 from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, TorchOps
 from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
+from toolkit.facts.embedded import BLOCK
 
 MakeEngine = Callable[..., EmbeddedEngine]
 
@@ -174,7 +175,8 @@ def test_layers_in_one_call_equal_their_parts(
 
     def caches() -> tuple[torch.Tensor, torch.Tensor]:
         padded = -(-dim // 16) * 16
-        return torch.zeros(2, kv_heads, dim, capacity), torch.zeros(2, kv_heads, capacity, padded)
+        keys = torch.zeros(2, kv_heads, capacity // BLOCK, dim, BLOCK)
+        return keys, torch.zeros(2, kv_heads, capacity, padded)
 
     whole = kernels.layers(x, [layer, layer], [caches(), caches()], step)
     parts = Ops.layers(kernels, x, [layer, layer], [caches(), caches()], step)
@@ -231,12 +233,16 @@ def test_activations_are_rounded_to_fp8_like_torchs_cast(kernels: KernelOps) -> 
     )
 
 
+def by_position(keys: torch.Tensor) -> torch.Tensor:
+    """[slots, kv_heads, capacity, dim]"""
+    return keys.transpose(3, 4).flatten(2, 3)
+
+
 @pytest.mark.parametrize("dim", [32, 24])
 def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) -> None:
-    padded, n = 32, 40
-    keys, values = (
-        torch.zeros(size, dtype=torch.uint8) for size in ((2, 1, dim, 128), (2, 1, 128, padded))
-    )
+    padded, n, first = 32, 40, 50  # over the end of a block
+    sizes = (2, 1, 2, dim, BLOCK), (2, 1, 128, padded)
+    keys, values = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
     trials = fp8_trials()
     qkv = trials.repeat(8)[: n * 3 * dim].view(1, n, 3 * dim).contiguous()
     k_scale, v_scale = torch.tensor(0.7), torch.tensor(1.3)
@@ -245,21 +251,21 @@ def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) 
     kernels.attention(
         qkv,
         (keys, values),
-        Step(torch.tensor([1]), torch.tensor([10]), torch.tensor([0]), *unrotated),
+        Step(torch.tensor([1]), torch.tensor([first]), torch.tensor([0]), *unrotated),
         how,
     )
     _, key, value = qkv[0].split(dim, dim=-1)
     for written, new, scale in (
-        (keys[1, 0, :, 10 : 10 + n].T, key, k_scale),
-        (values[1, 0, 10 : 10 + n, :dim], value, v_scale),
+        (by_position(keys)[1, 0, first : first + n], key, k_scale),
+        (values[1, 0, first : first + n, :dim], value, v_scale),
     ):
         stored = written.contiguous().view(torch.float8_e4m3fn).float()
         assert torch.equal(stored, (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
 def test_a_bfloat16_cache_is_written_like_torchs_cast_and_read_exactly(kernels: KernelOps) -> None:
-    dim, n = 24, 40
-    sizes = (2, 1, dim, 128), (2, 1, 128, 32)
+    dim, n, first = 24, 40, 50  # over the end of a block
+    sizes = (2, 1, 2, dim, BLOCK), (2, 1, 128, 32)
     cache = tuple(torch.zeros(size, dtype=torch.bfloat16) for size in sizes)
     qkv = torch.randn((1, n, 3 * dim), generator=torch.Generator().manual_seed(6)) * 30
     special = torch.tensor([float("nan"), float("inf"), -3.4e38, 1e-40, 257.0, 259.0])
@@ -271,16 +277,17 @@ def test_a_bfloat16_cache_is_written_like_torchs_cast_and_read_exactly(kernels: 
         at = Step(torch.tensor([1]), torch.tensor([length]), torch.tensor([0]), *unrotated)
         return kernels.attention(tokens.contiguous(), (where[0], where[1]), at, how)
 
-    step(qkv, cache, 10)
+    step(qkv, cache, first)
     _, key, value = qkv[0].bfloat16().split(dim, dim=-1)
     for written, new in (
-        (cache[0][1, 0, :, 10 : 10 + n].T, key),
-        (cache[1][1, 0, 10 : 10 + n, :dim], value),
+        (by_position(cache[0])[1, 0, first : first + n], key),
+        (cache[1][1, 0, first : first + n, :dim], value),
     ):
         assert torch.equal(written.float().nan_to_num(7.0), new.float().nan_to_num(7.0))
     widened = tuple(part.float() for part in cache)
     query = torch.randn((1, 1, 3 * dim)).bfloat16().float()
-    assert torch.equal(step(query, cache, 9 + n), step(query, widened, 9 + n))
+    end = first + n - 1
+    assert torch.equal(step(query, cache, end), step(query, widened, end))
 
 
 def test_threads_do_not_change_the_bits(
@@ -307,7 +314,7 @@ def test_a_long_sequence_among_short_ones_gives_the_same_bits_alone(kernels: Ker
     angles = torch.rand((capacity, dim // 2), generator=generator)
     keys, values = (
         torch.randn((4, kv_heads, *size), generator=generator)
-        for size in ((dim, capacity), (capacity, dim))
+        for size in ((capacity // BLOCK, dim, BLOCK), (capacity, dim))
     )
     qkv = torch.randn((4, n, (6 + 2 * kv_heads) * dim), generator=generator)
 
@@ -358,7 +365,7 @@ def test_quantized_models_equal_the_eager_engine(
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_a_nan_in_an_fp8_cache_is_found_by_every_later_token(kernels: KernelOps, part: str) -> None:
     dim, n = 32, 5
-    sizes = (2, 1, dim, 128), (2, 1, 128, dim)
+    sizes = (2, 1, 2, dim, BLOCK), (2, 1, 128, dim)
     cache = tuple(torch.zeros(size, dtype=torch.uint8) for size in sizes)
     qkv = torch.randn(1, n, 3 * dim, generator=torch.Generator().manual_seed(5))
     qkv[0, 2, dim if part == "key" else 2 * dim] = float("nan")

@@ -1,7 +1,8 @@
-"""Serve the quickstart pair under mixed and hostile traffic, kill its model in the middle, and say
-what held and what did not.
+"""Serve a pair under mixed and hostile traffic, kill its model in the middle, and say what held and
+what did not.
 
     python -m tests.soak [--minutes 5] [--concurrency 32] [--seed 0] [--layout llmapi | bls]
+                         [--config configs/quickstart.yaml]
 
 The first tenth is calm: honest requests alone, whose latencies are what the others are held
 against. At half time the model's process is killed (SIGKILL); the supervisor ends the server, and
@@ -45,6 +46,7 @@ from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.contract import MODEL
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 PROMPTS = ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl"
 MAX_PROMPTS = 45
 SLOTS = 8  # of the deployment, for 1,024 tokens each
@@ -296,21 +298,19 @@ def _counted(life: Life, page: str) -> Iterator[Check]:
     yield Check("requests that still run", f"{running:g}", "0", running == 0)
 
 
-def repository(layout: str) -> Path:
-    """The packaged quickstart pair, built if it is not there."""
+def repository(config: Path, layout: str) -> Path:
+    """The packaged pair of a YAML, built if it is not there."""
     from toolkit.cli.progress import displayed
     from toolkit.config.load import load_config
     from toolkit.pipeline.store import Store
     from toolkit.workflows.build import build
     from toolkit.workflows.folders import Workplace
 
-    name = f"soak-{layout}"
-    config = load_config(
-        ROOT / "configs" / "quickstart.yaml", [f"name={name}", f"triton.layout={layout}"]
-    )
+    name = f"soak-{layout}" if config == QUICKSTART else f"soak-{config.stem}-{layout}"
+    deployment = load_config(config, [f"name={name}", f"triton.layout={layout}"])
     workplace = Workplace(ROOT)
     with displayed() as display:
-        build(config, workplace, display, Store(workplace.store), until="package")
+        build(deployment, workplace, display, Store(workplace.store), until="package")
     return workplace.repository(name)
 
 
@@ -322,8 +322,9 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layout", choices=("llmapi", "bls"), default="llmapi")
+    parser.add_argument("--config", type=Path, default=QUICKSTART, help="of the pair")
     asked = parser.parse_args()
-    folder = repository(asked.layout)
+    folder = repository(asked.config, asked.layout)
     before = leftovers()
     cases = Traffic.cases(read_prompts(PROMPTS)[:MAX_PROMPTS], LONG_PROMPT)
     with TritonServer(folder) as server:

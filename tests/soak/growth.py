@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tests.soak.__main__ import repository
+from tests.soak.__main__ import QUICKSTART, repository
 from tests.soak.traffic import HOSTILE, MALFORMED, Attack, Server
 from tests.soak.watch import sample_of
 from toolkit.client import RequestRefused
@@ -75,7 +75,7 @@ def main() -> int:
         for name, attack in (MALFORMED | HOSTILE).items()
     }
     grows = False
-    with TritonServer(repository(asked.layout)) as started:
+    with TritonServer(repository(QUICKSTART, asked.layout)) as started:
         server = Server.at(started.grpc_url)
         for name, send in kinds.items():
             memory = []

@@ -2,6 +2,7 @@
 all is well again.
 
     python -m tests.soak.kills [--streams 50] [--layout llmapi | bls]
+                               [--config configs/quickstart.yaml]
 
 Clients speak OpenAI's protocol to the gateway, over and over, and come again after an error, as
 the openai package does by itself. Server and gateway are started again by this program, as a
@@ -23,11 +24,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.soak.__main__ import BACK_S, PROMPTS, TOLD_S, repository, wait_for_end
+from tests.soak.__main__ import BACK_S, PROMPTS, QUICKSTART, TOLD_S, repository, wait_for_end
 from tests.soak.watch import stub_of
 from toolkit.client import Client, read_prompts
 from toolkit.config.schema import TritonConfig
@@ -159,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--layout", choices=("llmapi", "bls"), default="llmapi")
+    parser.add_argument("--config", type=Path, default=QUICKSTART, help="of the pair")
     options = parser.parse_args()
     model = BLS_MODEL if options.layout == "bls" else MODEL
     context = multiprocessing.get_context("spawn")
@@ -172,7 +175,7 @@ def main() -> int:
         process.start()
         return process
 
-    with TritonServer(repository(options.layout), config) as server:
+    with TritonServer(repository(options.config, options.layout), config) as server:
         with Client(server.grpc_url) as client:
             prompts = read_prompts(PROMPTS)[:MAX_PROMPTS]
             references = {
@@ -227,7 +230,16 @@ def main() -> int:
         )
     total = Counter(outcome.what for outcome in clients.outcomes)
     print(f"all {len(clients.outcomes)} requests: {dict(total)}; {wrong} wrong texts, {hung} hung")
-    print(json.dumps({"benchmark": "kills", "layout": options.layout, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "kills",
+                "pair": options.config.stem,
+                "layout": options.layout,
+                "rows": rows,
+            }
+        )
+    )
     return 1 if failed or wrong or hung else 0
 
 

@@ -129,7 +129,7 @@ def test_a_batch_is_nearly_as_fast_as_any_choice_of_lengths(
     decider = controller(Costs(draft=draft, per_row=per_row))
     every = itertools.product(range(LONGEST + 1), repeat=len(alphas))
     fastest = max(decider._speed(alphas, lengths, ()) for lengths in every)
-    plan = decider._best(alphas, LONGEST, ())
+    plan = decider._best(alphas, [LONGEST] * len(alphas), ())
     assert plan.tokens_per_ns == pytest.approx(decider._speed(alphas, plan.draft_lens, ()))
     assert plan.tokens_per_ns >= 0.98 * fastest
 
@@ -247,7 +247,7 @@ def test_a_new_request_begins_with_what_earlier_ones_had() -> None:
         run_of(decider, state, nothing, 2 * OFF_STEPS)
         decider.finish(state)
     after = decider.begin()
-    assert after.acceptance < 0.3
+    assert after.acceptance < 0.4
     assert chosen(decider, after)[0] < chosen(decider, before)[0]
 
 

@@ -8,10 +8,14 @@ expected tokens per nanosecond. Plain decoding is one of the choices, so a batch
 pay is decoded plainly.
 
 `a` is estimated per request from its recent draft tokens (old ones are forgotten), and begins at
-what recent requests had. A run of blocks without one accepted token that would be very unlikely at
-the estimate discards it, so that a text that becomes unpredictable is noticed in a few steps.
+what recent requests had. After two blocks without an accepted token a draft is one token, until one
+is accepted. A run of them that would be very unlikely at the estimate before it discards the
+estimate, so that a text that becomes unpredictable is noticed in a few steps, and at little cost.
 Lengths change only if that promises a gain of SWITCH_GAIN: near the best length the speed is flat,
 and every change has its price.
+
+Estimates are for texts that stay as they are. Where texts keep changing, less is accepted than they
+say, in every request; so the expected tokens count only as far as recent ones came (`trust`).
 
 A request that does not draft learns nothing, so it probes now and then: the draft reads the last
 tokens that the target wrote, and what it would have proposed at each of them is compared. That is
@@ -38,17 +42,21 @@ FIRST_ACCEPTANCE = 0.7
 PRIOR_TOKENS = 4.0
 # How many draft tokens of a request the mean of all running ones is worth, at least and at most.
 LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS = 6.0, 16.0
-SWITCH_GAIN = 0.02  # of the speed of one row; below it, lengths stay as they are
+SWITCH_GAIN = 0.015  # of the speed of one row; below it, lengths stay as they are
 # A decision costs 30 microseconds and more, and a step of a small model a millisecond.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 32
+DECIDE_EVERY_STEPS, DECIDE_EVERY_IDLE_STEPS = 6, 32
 PROBE_TOKENS = 12  # that one probe compares, at most
 FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
 PROBE_WINDOW_TOKENS = 5.0  # of a probe decide: the text may have changed while nothing was seen
-PROBE_SHARE = 0.015  # of the time of plain decoding, at most
+PROBE_SHARE = 0.01  # of the time of plain decoding, at most
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
 UNLIKELY_RUN = 0.0004
+# Over about how many blocks, of all requests, what was accepted is compared with what was expected,
+# and what that comparison is worth at first, in tokens.
+TRUST_BLOCKS, TRUST_PRIOR_TOKENS = 128.0, 120.0
+DOUBTFUL_MISSES = 2  # blocks without an accepted token; from here on a draft is one token
 PERFECT_ACCEPTANCE = 0.95  # if even this would not pay, the load is the reason
 
 
@@ -94,6 +102,7 @@ class Adaptation:
     hits: float
     trials: float
     draft_len: int | None = None
+    chance: float = FIRST_ACCEPTANCE  # `acceptance`, as the last decision took it
     reason: DraftLenReason = "pays"
     changes: int = 0  # of draft_len
     probes: int = 0
@@ -105,6 +114,11 @@ class Adaptation:
     # all of the request, for those that come after it
     total_hits: float = 0.0
     total_trials: float = 0.0
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the text may have become unpredictable."""
+        return self.misses >= DOUBTFUL_MISSES
 
     @property
     def acceptance(self) -> float:
@@ -135,6 +149,17 @@ class Controller:
     _finished: int = 0
     _steps_until_decision: int = 0
     _rows: int = 0  # of the last decision
+    # Draft tokens of recent blocks.
+    _expected: float = 0.0
+    _accepted: float = 0.0
+
+    @property
+    def trust(self) -> float:
+        """The share of the expected draft tokens that are accepted. It is below 1 where texts
+        change faster than the estimates.
+        """
+        prior = TRUST_PRIOR_TOKENS
+        return min(1.0, (self._accepted + prior) / (self._expected + prior))
 
     def begin(self) -> Adaptation:
         """The state of a new request."""
@@ -165,8 +190,13 @@ class Controller:
         state.total_hits += accepted
         state.total_trials += tried
         state.blocks += 1
+        self._expected += _length(state.chance, drafted) - 1.0 - self._expected / TRUST_BLOCKS
+        self._accepted += accepted - self._accepted / TRUST_BLOCKS
         state.plain_tokens = 0
+        was_doubtful = state.is_doubtful
         state.misses = 0 if accepted else state.misses + 1
+        if state.is_doubtful != was_doubtful:
+            self.reconsider()
         if state.misses and (1.0 - state.before_misses) ** state.misses < UNLIKELY_RUN:
             state.hits, state.trials = 0.5, state.misses + 1.0
             self.reconsider()
@@ -238,10 +268,13 @@ class Controller:
         self._rows = rows
         longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)
         alphas = _pooled(states)
-        best = self._best(alphas, longest, fixed)
+        for state, alpha in zip(states, alphas, strict=True):
+            state.chance = alpha
+        longests = [min(longest, 1) if state.is_doubtful else longest for state in states]
+        best = self._best(alphas, longests, fixed)
         present = [
-            new if state.draft_len is None else min(state.draft_len, longest)
-            for state, new in zip(states, best.draft_lens, strict=True)
+            new if state.draft_len is None else min(state.draft_len, most)
+            for state, new, most in zip(states, best.draft_lens, longests, strict=True)
         ]
         if present != best.draft_lens:
             kept_speed = self._speed(alphas, present, fixed)
@@ -274,7 +307,9 @@ class Controller:
         state.draft_len = draft_len
         state.reason = "pays" if draft_len else why_not
 
-    def _best(self, alphas: Sequence[float], longest: int, fixed: Sequence[int]) -> _Plan:
+    def _best(
+        self, alphas: Sequence[float], longests: Sequence[int], fixed: Sequence[int]
+    ) -> _Plan:
         """The lengths with the most expected tokens per nanosecond.
 
         For each longest block, drafts are added in the order of their worth, the probability that
@@ -282,12 +317,14 @@ class Controller:
         block, so a beginning is a length for each row.
         """
         best = _Plan([0] * len(alphas), self._speed(alphas, [0] * len(alphas), fixed))
+        trust = self.trust
         worth = [
-            (alpha**depth, row, depth)
-            for row, alpha in enumerate(alphas)
-            for depth in range(1, longest + 1)
+            (trust * alpha**depth, row, depth)
+            for row, (alpha, longest_here) in enumerate(zip(alphas, longests, strict=True))
+            for depth in range(1, longest_here + 1)
         ]
         worth.sort(key=lambda draft: (-draft[0], draft[2]))
+        longest = max(longests, default=0)
         figures = self._figures(len(alphas) + len(fixed), max(longest, *fixed, 1))
         # One row alone goes through its lengths in any case.
         for deepest in range(1 if len(alphas) > 1 else longest, longest + 1):
@@ -326,7 +363,7 @@ class Controller:
             ns += self.costs.draft_ns(sum(length >= depth for length in everyone), depth)
         tokens = float(len(fixed))  # of rows that are not ours, only what is certain
         for alpha, draft_len in zip(alphas, draft_lens, strict=True):
-            tokens += _length(alpha, draft_len)
+            tokens += 1.0 + self.trust * (_length(alpha, draft_len) - 1.0)
         return tokens / ns
 
 

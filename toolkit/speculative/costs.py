@@ -35,7 +35,7 @@ FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 CONTEXT_TOKENS = 64  # that stand in each slot while the engines are timed
 # Over all figures; after the budget none begins. The first passes allocate, and fill the caches.
-WARM_PASSES, PASSES, BUDGET_NS = 2, 12, 2_000_000_000
+WARM_PASSES, PASSES, BUDGET_NS = 2, 20, 2_000_000_000
 
 
 class StepCosts:
@@ -225,14 +225,26 @@ def _timed_steps(
 ) -> tuple[list[float], list[float]]:
     """Nanoseconds of a block of 0, 1, ... drafts, and of the target's forward behind it.
 
-    As in truth, draft and target take turns, and steps of as many rows follow each other: caches
-    hold what they hold then. A pass takes a step of every length. A machine may be half as fast for
-    a second, and what counts is how the lengths compare: so a figure is its share of a pass, in the
-    median, of the fastest pass.
+    As in truth, draft and target take turns, and like steps follow each other: caches hold what
+    they hold then. A pass takes two steps of every length, of which the second counts. A machine
+    may be half as fast for a second, and what counts is how the lengths compare: so a figure is its
+    share of a pass, in the median, of the fastest pass.
     """
     slots = list(range(rows))
     drafts = None if draft is None else _drafts(draft)
     verify = _forward(target)
+
+    def step(draft_len: int) -> tuple[int, int]:
+        start = clock()
+        if drafts is not None and draft_len:
+            drafts(slots, draft_len)
+        drafted = clock()
+        verify(slots, draft_len + 1)
+        verified = clock()
+        for engine in (target,) if draft is None else (target, draft):
+            engine.rewind(slots, [_context(engine)] * rows)
+        return drafted - start, verified - drafted
+
     passes: list[list[int]] = []
     began = clock()
     while len(passes) <= WARM_PASSES or (
@@ -240,18 +252,8 @@ def _timed_steps(
     ):
         passes.append([])
         for draft_len in range(max_draft_len + 1):
-            start = clock()
-            if draft is not None and drafts is not None and draft_len:
-                drafts(slots, draft_len)
-                drafted = clock()
-                draft.rewind(slots, [_context(draft)] * rows)
-                passes[-1].append(drafted - start)
-                start = clock()
-            else:
-                passes[-1].append(0)
-            verify(slots, draft_len + 1)
-            passes[-1].append(clock() - start)
-            target.rewind(slots, [_context(target)] * rows)
+            step(draft_len)
+            passes[-1] += step(draft_len)
     totals = [max(1, sum(times)) for times in passes[WARM_PASSES:]]
     figures = [
         min(totals) * statistics.median(map(truediv, times, totals))

@@ -91,20 +91,25 @@ class ModelDrafter:
         self._valid_tokens[slot] = start
 
     def propose(self, sequences: Slots[Sequence]) -> None:
-        for row in sequences:
-            if len(row.ids) - self._valid_tokens[row.slot] > MAX_LAG_TOKENS:
-                self.feed(row.slot, row.ids[:-1])
         # The longest drafts come first, so the rows that go on are always the start of the list.
         rows = sorted(sequences, key=lambda sequence: -sequence.draft_room())
         if self._chaining is not None:
             chained = [row for row in rows if row.rule.draft_temperature is not None]
             rows = [row for row in rows if row.rule.draft_temperature is None]
             if chained:
+                # A chain begins with as many tokens as a forward takes, packed.
+                self._catch_up(chained, self._engine.max_step_tokens)
                 self._propose_chained(self._chaining, chained)
         if rows:
+            self._catch_up(rows, MAX_LAG_TOKENS)
             self._propose_singly(rows)
         for sequence in sequences:
             self._valid_tokens[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
+
+    def _catch_up(self, rows: list[Sequence], max_lag: int) -> None:
+        for row in rows:
+            if len(row.ids) - self._valid_tokens[row.slot] > max_lag:
+                self.feed(row.slot, row.ids[:-1])
 
     def _propose_chained(self, engine: ChainingEngine, rows: list[Sequence]) -> None:
         """In one call of the engine, which feeds itself. rows: the longest drafts first."""

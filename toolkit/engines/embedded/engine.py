@@ -79,8 +79,8 @@ class EmbeddedEngine:
         capacity: int,
         caches: Sequence[Tensor] = (),
     ) -> None:
-        """caches: everything that a forward keeps of its tokens, each [slots, kv_heads, capacity,
-        any], so that `copy` can copy it.
+        """caches: everything that a forward keeps of its tokens, each [slots, kv_heads, n, any],
+        of which an entry is capacity / n positions, so that `copy` can copy it.
         """
         self._run = run
         self._caches = caches
@@ -200,7 +200,8 @@ class EmbeddedEngine:
             raise ValueError(f"slot {slot} cannot be copied to itself")
         with torch.inference_mode():
             for cache in self._caches:
-                cache[slot, :, :length] = cache[source, :, :length]
+                entries = -(-length * cache.shape[2] // self._capacity)
+                cache[slot, :, :entries] = cache[source, :, :entries]
         self._lengths[slot] = length
 
 

@@ -793,6 +793,11 @@ struct Heads {
   int64_t heads, kv_heads, dim, padded, capacity;  // padded: head_dim up to a multiple of 16
 };
 
+// Where a head keeps number d of the key at this position.
+inline int64_t key_at(const Heads& h, int64_t d, int64_t place) {
+  return (place / kBlock * h.dim + d) * kBlock + place % kBlock;
+}
+
 // One sequence and one of its KV heads, with up to kQueries queries.
 struct Queries {
   float *rotated, *scores, *mixed;  // [kQueries, padded], [kQueries, reach], [kQueries, padded]
@@ -801,15 +806,16 @@ struct Queries {
   int64_t reach;
 };
 
-// The scores of Q queries, from `first` on, at V vectors of positions. The head's keys are stored [dim,
-// capacity].
+// The scores of Q queries, from `first` on, at V vectors of positions within a block. The head's keys
+// are stored [capacity / kBlock, dim, kBlock].
 template <typename C, int Q, int V>
 void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int64_t place) {
   const float* q = all.rotated + first * h.padded;
+  const C* block = keys + key_at(h, 0, place);
   Floats sum[Q][V] = {};
   for (int64_t d = 0; d < h.dim; ++d) {
     Floats key[V];
-    for (int j = 0; j < V; ++j) key[j] = widen(keys + d * h.capacity + place + j * kLanes), keep_loaded(key[j]);
+    for (int j = 0; j < V; ++j) key[j] = widen(block + d * kBlock + j * kLanes), keep_loaded(key[j]);
     for (int i = 0; i < Q; ++i)
       for (int j = 0; j < V; ++j) sum[i][j] += splat(q[i * h.padded + d]) * key[j];
   }
@@ -883,7 +889,7 @@ template <typename C>
 void attend_to(Queries& all, int64_t count, const C* keys, const C* values, const Heads& h, int64_t window) {
   auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
   int64_t begin = from(*std::min_element(all.at, all.at + count)), end = *std::max_element(all.at, all.at + count) + 1;
-  int64_t first = begin / kLanes * kLanes, last = (end + kLanes - 1) / kLanes * kLanes, place = first;
+  int64_t first = begin / kBlock * kBlock, last = (end + kLanes - 1) / kLanes * kLanes, place = first;
   for (; place + kWide * kLanes <= last; place += kWide * kLanes)
     together(count, [&]<int Q>(int64_t q) { score<C, Q, kWide>(all, keys, h, q, place); });
   for (; place < last; place += kLanes) together(count, [&]<int Q>(int64_t q) { score<C, Q, 1>(all, keys, h, q, place); });
@@ -926,6 +932,8 @@ struct Attention {
   const float *q_norm, *k_norm, *k_scale, *v_scale;  // [dim] twice, [] twice
   int64_t heads, window;
   float eps;
+
+  int64_t dim() const { return keys.size(3); }
 };
 
 // Where a step writes its tokens: see `attention`.
@@ -936,7 +944,7 @@ struct Step {
 // The tokens of sequence b are those from start[b] up to the start of the next one, or up to the last.
 template <typename C>
 void attention_heads(const float* qkv, int64_t tokens, const Attention& how, const Step& step, float* out) {
-  Heads h{how.heads, how.keys.size(1), how.keys.size(2), how.values.size(3), how.keys.size(3)};
+  Heads h{how.heads, how.keys.size(1), how.dim(), how.values.size(3), how.values.size(2)};
   int64_t batch = step.slots.size(0), group = h.heads / h.kv_heads, window = how.window;
   const int64_t* start = step.starts.const_data_ptr<int64_t>();
   auto count_of = [&](int64_t b) { return (b + 1 < batch ? start[b + 1] : tokens) - start[b]; };
@@ -982,7 +990,7 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
           keep(values + place * h.padded + d, load(v + d, count), v_scale);
           C column[kLanes];
           keep(column, load<Floats>(all.rotated + d), k_scale);
-          for (int64_t i = 0; i < count; ++i) keys[(d + i) * h.capacity + place] = column[i];
+          for (int64_t i = 0; i < count; ++i) keys[key_at(h, d + i, place)] = column[i];
         }
       }
       for (int64_t q = 0; q < queries; q += kQueries) {
@@ -1017,14 +1025,14 @@ void attention_floats(const float* qkv, int64_t tokens, const Attention& how, co
 }
 
 // qkv [..., (heads + 2 kv_heads) dim] float32, the tokens of all sequences one behind the other; the
-// first token of each is at `starts` [batch], so that each has its own number; keys [slots, kv_heads, dim, capacity] and
-// values [slots, kv_heads, capacity, padded], both float32, bfloat16 or uint8 (E4M3 bits at k_scale,
+// first token of each is at `starts` [batch], so that each has its own number; keys [slots, kv_heads,
+// capacity / kBlock, dim, kBlock] and values [slots, kv_heads, capacity, padded], both float32, bfloat16 or uint8 (E4M3 bits at k_scale,
 // v_scale []), which are written in place after the first `lengths` [batch] positions of `slots` [batch];
 // cos, sin [positions, dim / 2]; window 0: unbounded. Returns [..., heads dim].
 Tensor attention(const Tensor& qkv, const Tensor& keys, const Tensor& values, const Tensor& slots, const Tensor& lengths, const Tensor& starts,
                  const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
-  Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * keys.size(2)}, qkv.options());
+  Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * keys.size(3)}, qkv.options());
   Attention how{keys, values, data_or_null(q_norm), data_or_null(k_norm), data_or_null(k_scale), data_or_null(v_scale),
                 heads, window, static_cast<float>(eps)};
   attention_floats(floats(qkv), qkv.size(0) * qkv.size(1), how, {slots, lengths, starts, cos, sin}, out.mutable_data_ptr<float>());
@@ -1033,7 +1041,7 @@ Tensor attention(const Tensor& qkv, const Tensor& keys, const Tensor& values, co
 
 // hidden [m, k] += o(attention(qkv(norm(hidden)))).
 void attend(float* hidden, int64_t m, int64_t k, const float* norm, const Linear& qkv, const Linear& o, const Attention& how, const Step& step) {
-  int64_t inner = how.heads * how.keys.size(2);
+  int64_t inner = how.heads * how.dim();
   Scratch<float> normed(m * k), three(m * qkv.rows), mixed(m * inner);
   rms_norm(hidden, m, k, norm, how.eps, normed);
   project(normed, m, k, qkv, nullptr, three);

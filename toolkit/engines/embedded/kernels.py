@@ -164,7 +164,7 @@ def _register_shapes(name: str) -> None:
         return x.new_empty((*x.shape[:-1], rest[-1]))
 
     def attention(qkv: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        return qkv.new_empty((qkv.shape[0], qkv.shape[1], rest[-3] * keys.shape[2]))
+        return qkv.new_empty((qkv.shape[0], qkv.shape[1], rest[-3] * keys.shape[3]))
 
     def layers(hidden: Tensor, *_: Any) -> Tensor:
         return hidden.new_empty(hidden.shape)
@@ -254,24 +254,28 @@ def _where(step: Step) -> tuple[Tensor, ...]:
 def kernel_caches(
     weights: Weights, slots: int, capacity: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """Zeroed (keys [slots, kv_heads, dim, capacity], values [slots, kv_heads, capacity, padded])
-    per layer, in float32, bfloat16 or uint8 (FP8 codes).
+    """Zeroed (keys [slots, kv_heads, capacity / BLOCK, dim, BLOCK], values [slots, kv_heads,
+    capacity, padded]) per layer, in float32, bfloat16 or uint8 (FP8 codes).
 
-    Keys are stored by dimension, so that consecutive positions are one vector. capacity must be a
-    multiple of BLOCK. A slot takes memory only as far as it has been used.
+    Keys are stored by dimension within a block of positions, so that consecutive positions are one
+    vector, and a short context lies in few pages. capacity must be a multiple of BLOCK. A slot
+    takes memory only as far as it has been used.
     """
 
     def layer_cache(how: Attention) -> tuple[Tensor, Tensor]:
         padded = -(-how.head_dim // LANES) * LANES
-        keys = unused_zeros((slots, how.kv_heads, how.head_dim, capacity), dtype)
+        blocks = (slots, how.kv_heads, capacity // BLOCK, how.head_dim, BLOCK)
+        keys = unused_zeros(blocks, dtype)
         return keys, unused_zeros((slots, how.kv_heads, capacity, padded), dtype)
 
     return [layer_cache(layer.attention) for layer in weights.layers]
 
 
 def caches_by_position(caches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Views of what `kernel_caches` made, each [slots, kv_heads, capacity, any]."""
-    return [view for keys, values in caches for view in (keys.transpose(2, 3), values)]
+    """Views of what `kernel_caches` made: keys [slots, kv_heads, capacity / BLOCK, any] and values
+    [slots, kv_heads, capacity, any] of each layer.
+    """
+    return [view for keys, values in caches for view in (keys.flatten(3), values)]
 
 
 def pack(weights: Weights, dtype: torch.dtype) -> Weights:
