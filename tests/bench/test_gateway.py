@@ -57,6 +57,12 @@ def test_acceptance_is_from_the_answers_of_the_gateway(prompts: Path, path: str)
     assert "0.50 / 0.50 / 1.00" in console.file.getvalue()
 
 
+def test_gaps_are_per_token_since_the_gateway_counts_each_event(prompts: Path) -> None:
+    (arm,) = measured(prompts, STATISTICS).points[0].arms
+    assert arm.latencies["itl"].samples
+    assert arm.latencies["tpot"].samples
+
+
 def test_what_the_gateway_s_server_does_not_tell_stays_unknown(prompts: Path) -> None:
     rate_alone = dataclasses.replace(STATISTICS, verify_steps=None)
     (arm,) = measured(prompts, rate_alone).points[0].arms

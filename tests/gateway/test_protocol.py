@@ -43,7 +43,11 @@ def test_all_options_are_carried() -> None:
         presence_penalty=-0.5,
         num_draft_tokens=2,
         stream=True,
-        stream_options={"include_usage": True, "include_speculation": True},
+        stream_options={
+            "include_usage": True,
+            "continuous_usage_stats": True,
+            "include_speculation": True,
+        },
         user="somebody",
     )
     assert asked == Asked(
@@ -61,9 +65,10 @@ def test_all_options_are_carried() -> None:
             presence_penalty=-0.5,
             num_draft_tokens=2,
         ),
-        True,
-        True,
-        True,
+        streams=True,
+        tells_usage=True,
+        tells_tokens=True,
+        tells_speculation=True,
         session="somebody",
     )
 

@@ -110,6 +110,20 @@ def test_each_event_tells_its_accepted_drafts(server: TritonServer) -> None:
     assert sum(event["accepted"] for event in told) == accepted
 
 
+def test_each_event_tells_the_tokens_so_far(server: TritonServer) -> None:
+    with gateway(lambda: TritonBackend(server.grpc_url)) as url:
+        clients = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        with clients:
+            events = list(clients.completions.create(**body(stream=True, stream_options=options)))
+    counts = [event.usage.completion_tokens for event in events if event.usage]
+    assert len([event for event in events if event.choices and event.choices[0].text]) > 1
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert all(event.usage for event in events if event.choices and event.choices[0].text)
+    assert events[-1].usage.prompt_tokens > 0
+
+
 def test_a_plain_arm_drafts_nothing(server: TritonServer) -> None:
     with gateway(lambda: TritonBackend(server.grpc_url), plain=True) as url:
         _, _, answer = post(url, "/v1/completions", body())

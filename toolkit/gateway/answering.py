@@ -141,17 +141,21 @@ class Running:
                 is_first = False
                 chunk = piece.chunk
                 if chunk.text or (self.asked.tells_speculation and chunk.token_ids):
-                    yield _event(answers.event(chunk.text, self._speculation(piece)))
+                    yield _event(answers.event(chunk.text, self._counts(piece)))
         yield _event(answers.last_event(self.finish_reason or "stop"))
         if self.asked.tells_usage:
             yield _event(answers.usage_event(self.statistics, self._timing()))
         yield DONE
 
-    def _speculation(self, piece: Piece) -> dict[str, Any] | None:
-        if not self.asked.tells_speculation:
-            return None
-        counts = {"tokens": len(piece.chunk.token_ids), "accepted": piece.accepted}
-        return {"speculation": counts}
+    def _counts(self, piece: Piece) -> dict[str, Any]:
+        """What an event tells of its tokens. Servers tell the tokens of the prompt at the end."""
+        counts: dict[str, Any] = {}
+        chunk = piece.chunk
+        if self.asked.tells_tokens and chunk.output_tokens is not None:
+            counts["usage"] = {"completion_tokens": chunk.output_tokens}
+        if self.asked.tells_speculation:
+            counts["speculation"] = {"tokens": len(chunk.token_ids), "accepted": piece.accepted}
+        return counts
 
     def _timing(self) -> dict[str, Any] | None:
         if not self.asked.tells_speculation or self.first_ns is None or self.last_ns is None:

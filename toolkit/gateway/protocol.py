@@ -117,7 +117,7 @@ class Asked:
     """What a client asks for.
 
     prompt: the text that the engine continues. tells_usage: the stream ends with an event of usage.
-    tells_speculation: each event of the stream says how many of its tokens were accepted drafts.
+    tells_tokens: each event of the stream says how many tokens came so far. tells_speculation: each event of the stream says how many of its tokens were accepted drafts.
     session: what the client calls the conversation or its user; None: it does not say. key: the
     name of its key; None: the gateway has no keys.
     """
@@ -128,6 +128,7 @@ class Asked:
     options: Options
     streams: bool = False
     tells_usage: bool = False
+    tells_tokens: bool = False
     tells_speculation: bool = False
     top_logprobs: int = 0
     session: str | None = None
@@ -222,6 +223,7 @@ def _asked(
         options,
         streams,
         stream_options.get("include_usage", False),
+        stream_options.get("continuous_usage_stats", False),
         stream_options.get("include_speculation", False),
         top_logprobs,
         next((str(value) for key in SESSIONS if (value := body.get(key)) is not None), None),
@@ -254,7 +256,12 @@ def _stream_options(body: Mapping[str, Any], streams: bool) -> dict[str, bool]:
         raise Refusal("stream_options has to be an object", parameter="stream_options")
     if not streams:
         raise Refusal("stream_options needs stream: true", parameter="stream_options")
-    known = {"include_usage", "include_speculation", "include_obfuscation"}
+    known = {
+        "include_usage",
+        "continuous_usage_stats",  # vLLM's
+        "include_speculation",  # ours
+        "include_obfuscation",
+    }
     for key, value in options.items():
         if key not in known or (value is not None and not isinstance(value, bool)):
             raise Refusal(
