@@ -117,9 +117,10 @@ class Asked:
     """What a client asks for.
 
     prompt: the text that the engine continues. tells_usage: the stream ends with an event of usage.
-    tells_tokens: each event of the stream says how many tokens came so far. tells_speculation: each event of the stream says how many of its tokens were accepted drafts.
-    session: what the client calls the conversation or its user; None: it does not say. key: the
-    name of its key; None: the gateway has no keys.
+    tells_tokens: each event of the stream says how many tokens came so far. tells_speculation: each
+    event of the stream says how many of its tokens were accepted drafts. session: what the client
+    calls the conversation or its user; None: it does not say. key: the name of its key; None: the
+    gateway has no keys.
     """
 
     kind: Literal["chat", "completion"]
