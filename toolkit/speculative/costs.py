@@ -34,8 +34,8 @@ FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 CONTEXT_TOKENS = 64  # that stand in each slot while the engines are timed
-# Over all figures; after the budget none begins. The first passes allocate, and fill the caches.
-WARM_PASSES, PASSES, BUDGET_NS = 2, 20, 2_000_000_000
+# Of each number of rows, beside the first pass. After the budget, for all of them, none begins.
+PASSES, BUDGET_NS = 20, 2_000_000_000
 
 
 class StepCosts:
@@ -247,17 +247,16 @@ def _timed_steps(
 
     passes: list[list[int]] = []
     began = clock()
-    while len(passes) <= WARM_PASSES or (
-        len(passes) < WARM_PASSES + PASSES and clock() - began < budget_ns
-    ):
+    while not passes or (len(passes) <= PASSES and clock() - began < budget_ns):
         passes.append([])
         for draft_len in range(max_draft_len + 1):
             step(draft_len)
             passes[-1] += step(draft_len)
-    totals = [max(1, sum(times)) for times in passes[WARM_PASSES:]]
+    passes = passes[1:] or passes  # the first one allocates
+    totals = [max(1, sum(times)) for times in passes]
     figures = [
         min(totals) * statistics.median(map(truediv, times, totals))
-        for times in zip(*passes[WARM_PASSES:], strict=True)
+        for times in zip(*passes, strict=True)
     ]
     return figures[::2], figures[1::2]
 
