@@ -93,6 +93,13 @@ def test_a_finding_counts_the_candidate_s_requests_that_were_judged() -> None:
     assert counts["acceptance"] == counts["texts"] == counts["copies"] == 0
 
 
+def test_a_request_without_drafts_is_no_rate_below_the_least() -> None:
+    seen = evidence(min_acceptance_rate=0.6)
+    for _ in range(100):
+        seen.add(Observation(True, 0.5, False, acceptance=0.0, drafted=False))
+    assert wealth(seen, "least acceptance") == 1.0
+
+
 def test_the_least_acceptance_is_bet_on_fairly_at_its_limit() -> None:
     expected = 0.0
     for answers in itertools.product((0.0, 1.0), repeat=8):

@@ -214,6 +214,29 @@ def test_a_test_without_figures_of_an_arm_is_named_and_not_awaited(
         assert rollout.state.why.endswith("; not judged: acceptance")
 
 
+@pytest.mark.parametrize("idle", [BASELINE, CANDIDATE, None])
+def test_an_arm_that_has_given_up_drafting_accepts_nothing(
+    tmp_path: Path, idle: str | None
+) -> None:
+    """As lengths that adapt to a bad draft do: the first sessions have a rate, later ones none."""
+    with rolled(tmp_path / "journal.jsonl", steps=(50, 100), shadow=0) as rollout:
+        generator = random.Random(4)
+        for number in range(600):
+            if rollout.state.outcome != "running":
+                break
+            arm = rollout.choose(f"s{number}", str(number), None).arm.name
+            answer = answered(arm, str(number), generator)
+            if arm == idle and number > 20:
+                nothing = Statistics(output_tokens=30, drafted=0, accepted=0)
+                answer = dataclasses.replace(answer, statistics=nothing)
+            rollout.finished(answer)
+        outcome, why = rollout.state.outcome, rollout.state.why
+        if idle == CANDIDATE:
+            assert (outcome, why) == ("rolled back", "the candidate is worse: acceptance")
+        else:
+            assert outcome == "promoted"
+
+
 def test_a_test_with_few_figures_is_awaited_twenty_times_as_long(tmp_path: Path) -> None:
     settings = {"steps": (50, 100), "min_requests": 10, "shadow": 0}
     with rolled(tmp_path / "journal.jsonl", **settings) as rollout:

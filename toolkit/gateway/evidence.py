@@ -16,6 +16,8 @@ probability, however long it runs and however often anybody looks.
   above the baseline's 90th or 97th percentile. Traffic may change
   in the course of the day: both arms meet it alike. Margins: the candidate's times are divided by
   max_slowdown before they are ranked, its acceptance by 1 - max_acceptance_loss.
+  A request for which a drafting arm drafted nothing has acceptance 0: lengths that adapt to a draft
+  that has gone bad end drafting, and no rate would show it.
 - copies: of the copied requests that only one arm answered, an equal candidate is as often the one
   that failed as the baseline.
 - texts: greedy prompts that both arms answered. At most max_divergence_rate may differ.
@@ -53,7 +55,8 @@ LEAST_FIGURES = 20  # below this a rank says nothing
 @dataclass(frozen=True, slots=True)
 class Observation:
     """A session's first request. share: the probability with which its arm was the candidate. A
-    figure is None if the request had none. acceptance: accepted / drafted tokens.
+    figure is None if the request had none. acceptance: accepted / drafted tokens; 0 without drafts
+    from an arm that drafts, and then drafted is False.
     """
 
     is_candidate: bool
@@ -62,6 +65,7 @@ class Observation:
     ttft_ms: float | None = None
     token_ms: float | None = None
     acceptance: float | None = None
+    drafted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,7 @@ class Evidence:
         lost = None if seen.acceptance is None else -seen.acceptance
         self._rank("acceptance", seen, lost, 1 / kept)
         least = self._settings.min_acceptance_rate
-        if least is not None and seen.is_candidate and seen.acceptance is not None:
+        if least is not None and seen.is_candidate and seen.drafted and seen.acceptance is not None:
             largest = 1 / max(1 - least, 1e-9)
             stakes = [share * largest for share in MEAN_STAKES]
             self._least.judged += 1

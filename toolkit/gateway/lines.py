@@ -39,6 +39,7 @@ class _Session(_Line):
     ttft_ms: Figure | None
     token_ms: Figure | None
     acceptance: Figure | None
+    undrafted: bool = False  # the server told that it drafted nothing; older lines do not say
 
 
 class _Texts(_Line):

@@ -57,7 +57,7 @@ class ArmFigures:
         for kept, value in (
             (self.ttft_ms, seen.ttft_ms),
             (self.token_ms, seen.token_ms),
-            (self.acceptance, seen.acceptance),
+            (self.acceptance, seen.acceptance if seen.drafted else None),
         ):
             if value is not None:
                 kept.append(value)
@@ -100,13 +100,18 @@ class RolloutState:
         kind = entry["kind"]
         if kind == "session":
             self.sessions.add(entry["session"])
+            # An arm that has drafted before drafts, unless it has reasons not to.
+            is_undrafted = entry.get("undrafted", False) and bool(
+                self.arms[entry["arm"]].acceptance
+            )
             seen = Observation(
                 entry["arm"] == CANDIDATE,
                 entry["share"],
                 entry["error"],
                 entry["ttft_ms"],
                 entry["token_ms"],
-                entry["acceptance"],
+                0.0 if is_undrafted else entry["acceptance"],
+                drafted=not is_undrafted,
             )
             self.evidence.add(seen)
             self.arms[entry["arm"]].add(seen)
@@ -378,6 +383,7 @@ class Rollout:
                 "ttft_ms": None if request.ttft_ns is None else request.ttft_ns / 1e6,
                 "token_ms": None if not tokens else request.e2e_ns / 1e6 / tokens,
                 "acceptance": statistics.acceptance_rate,
+                "undrafted": statistics.drafted == 0,
             }
         )
 
