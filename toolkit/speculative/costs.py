@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Slots
+from collections.abc import Callable, Iterator, Sequence
 from operator import truediv
 
 import torch
@@ -34,7 +33,7 @@ FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 CONTEXT_TOKENS = 64  # that stand in each slot while the engines are timed
-# Of each number of rows, beside the first pass. After the budget, for all of them, none begins.
+# Of each number of rows, beside the first pass. After its share of the budget none begins.
 PASSES, BUDGET_NS = 20, 2_000_000_000
 
 
@@ -46,9 +45,9 @@ class StepCosts:
 
     def __init__(
         self,
-        verify: Slots[Slots[float]],
-        first: Slots[float],
-        further: Slots[float],
+        verify: Sequence[Sequence[float]],
+        first: Sequence[float],
+        further: Sequence[float],
         probe: float,
     ) -> None:
         self._verify = [list(row) for row in verify]
@@ -84,7 +83,7 @@ class StepCosts:
         return self._scale * self._probe * rows
 
     def note_step(
-        self, rows: int, drafting: Slots[int], draft_ns: int, verify_ns: int, host_ns: int
+        self, rows: int, drafting: Sequence[int], draft_ns: int, verify_ns: int, host_ns: int
     ) -> None:
         """A step of so many rows was taken. drafting: how many of them drafted a first token, a
         second one, and so on. A step of different lengths moves no figure of the target.
@@ -156,7 +155,7 @@ def measured_costs(
         blocks[rows], forwards[rows] = _timed_steps(
             target, draft, rows, max_draft_len, clock, budget_ns
         )
-    probe = 0.0 if draft is None else _timed_probe(target, draft, clock)
+    probe = 0.0 if draft is None else _timed_probe(target, draft, clock, budget_ns)
     for engine in engines:
         engine.rewind(range(largest), [0] * largest)
     first = {rows: took[1] for rows, took in blocks.items()}
@@ -261,11 +260,14 @@ def _timed_steps(
     return figures[::2], figures[1::2]
 
 
-def _timed_probe(target: StepEngine, draft: StepEngine, clock: Callable[[], int]) -> float:
+def _timed_probe(
+    target: StepEngine, draft: StepEngine, clock: Callable[[], int], budget_ns: int
+) -> float:
     """Nanoseconds of a probe of one row, in the midst of plain decoding."""
     probe, verify = _forward(draft), _forward(target)
-    times = []
-    for _ in range(PASSES):
+    times: list[int] = []
+    began = clock()
+    while len(times) < 2 or (len(times) < PASSES and clock() - began < budget_ns):
         verify([0], 1)
         start = clock()
         probe([0], min(PROBE_TOKENS, draft.max_step_tokens))
