@@ -105,6 +105,42 @@ def test_a_draft_that_is_always_wrong_is_off_after_a_few_blocks() -> None:
     assert state.blocks - blocks <= 8
 
 
+def test_a_doubtful_draft_is_one_token_until_one_is_accepted() -> None:
+    decider = controller()
+    state = Adaptation(28.0, 32.0)
+    lengths = []
+    for accepted in (4, 0, 0, 0, 1):
+        if not decider.keeps(1):
+            decider.choose([state])
+        lengths.append(state.draft_len)
+        decider.note_block(state, state.draft_len or 0, min(accepted, state.draft_len or 0))
+    assert not decider.keeps(1)
+    lengths += chosen(decider, state)
+    usual, *before_doubt, doubtful, still, after = lengths
+    assert before_doubt == [usual] * 2
+    assert (doubtful, still) == (1, 1)
+    assert after is not None
+    assert after > 1
+
+
+def test_expectations_that_do_not_come_true_lose_trust_and_win_it_back() -> None:
+    """Half of the blocks are wrong, in turns so short that no estimate follows them."""
+    decider = controller()
+    state = decider.begin()
+    assert decider.trust == 1.0
+    for _ in range(60):
+        state.chance = 0.95
+        decider.note_block(state, 4, 4)
+        decider.note_block(state, 4, 0)
+    assert 0.5 < decider.trust < 0.75
+    alone = decider._speed([0.6], [4], ())
+    assert alone < controller()._speed([0.6], [4], ())
+    for _ in range(600):
+        state.chance = 0.95
+        decider.note_block(state, 4, 4)
+    assert decider.trust == 1.0
+
+
 def test_the_length_is_the_fastest_of_all_for_the_acceptance() -> None:
     for alpha in (0.3, 0.5, 0.7, 0.9):
         decider = controller()

@@ -62,3 +62,17 @@ def test_a_request_alone_chains_each_block_or_none(name: str) -> None:
         assert sum(blocks) == outcome.stats.drafted > 0
     else:
         assert not blocks
+
+
+def test_a_chain_reads_what_its_draft_missed() -> None:
+    """The long request drafts nothing beside the short one, and then catches up in its block."""
+    draft = ChainingTableEngine(2, max_batch_size=2, closeness=0.7)
+    target = TableEngine(1, max_batch_size=2)
+    runtime = make_runtime(target, draft, draft_len_schedule=((1, 3), (2, 0)))
+    requests = [make_request(request_id="long"), make_request(max_tokens=6, request_id="short")]
+    serve(runtime, requests)
+    chained = sum(sum(counts) for counts in draft.chains)
+    assert chained > 0
+    prompts = len(draft.forwards) - chained  # what was read outside of a chain
+    assert prompts == len(requests)
+    assert max(width for _, width in draft.forwards[prompts:]) > 2
