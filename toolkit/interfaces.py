@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from toolkit.words import (
     AttnBackend,
     BuilderChoice,
+    ComputeDtype,
     Device,
     DraftLenReason,
     EngineMode,
@@ -376,6 +377,8 @@ class EngineSpec:
     mode: EngineMode = "auto"
     # The kind torch: tokens of a prompt in one forward. None: its default, and for other kinds.
     prefill_chunk_len: int | None = None
+    # The kind torch: of keys and values that are not quantized. None: dtype, and for other kinds.
+    kv_cache_dtype: ComputeDtype | None = None
     tensorrt_llm: TensorRtLlmSpec | None = None  # None: for other kinds
     vllm: VllmSpec | None = None  # None: for other kinds
 

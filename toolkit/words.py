@@ -40,6 +40,7 @@ __all__ = [
     "JudgementSeverity",
     "KeyChangeStep",
     "KvCacheQuantAlgo",
+    "KvDtype",
     "Layout",
     "LogProbSource",
     "MemoryPlace",
@@ -80,6 +81,7 @@ EngineMode: TypeAlias = Literal["auto", BuiltMode]  # as the YAML states it
 RunMode: TypeAlias = Literal[BuiltMode, "engine", "not built", "runtime"]
 Device: TypeAlias = Literal["cpu", "cuda"]
 ComputeDtype: TypeAlias = Literal["float64", "float32", "bfloat16"]
+KvDtype: TypeAlias = Literal[ComputeDtype, "fp8"]  # of a KV cache
 VllmDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 SpecDtype: TypeAlias = Literal[ComputeDtype, "auto"]  # auto: the checkpoint's own
 # How INT8 activations get their scale in vLLM's format

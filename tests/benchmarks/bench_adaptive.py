@@ -50,7 +50,7 @@ from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
 from toolkit.resampling import bootstrap_ratio_of_sums
 from toolkit.speculative.adaptive import AdaptiveSettings
-from toolkit.speculative.costs import measured_costs
+from toolkit.speculative.cost_timer import measured_costs
 from toolkit.speculative.drafters import ModelDrafter
 from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime

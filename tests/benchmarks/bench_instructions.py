@@ -38,7 +38,7 @@ TOKENS, SLOTS, LENGTH, CONTEXT = (1, 5), 2, 128, 32
 def over_kernels(checkpoint: Path, dtype: ComputeDtype, ops: KernelOps) -> EmbeddedEngine:
     source = quantized.open_checkpoint(checkpoint)
     weights, caches = prepare(
-        source.shape, fuse(source), dtype, SLOTS, LENGTH, PREFILL_TOKENS, fp8_kv=False
+        source.shape, fuse(source), dtype, SLOTS, LENGTH, PREFILL_TOKENS, kv_dtype=dtype
     )
     return EmbeddedEngine(
         eager_runner(weights, ops, caches, getattr(torch, dtype)),
@@ -55,7 +55,7 @@ def eager(checkpoint: Path, dtype: ComputeDtype) -> EmbeddedEngine:
     return eager_engine(
         source.shape,
         fuse(source),
-        fp8_kv=False,
+        kv_dtype=dtype,
         dtype=dtype,
         max_batch_size=SLOTS,
         max_seq_len=LENGTH,

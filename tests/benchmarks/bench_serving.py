@@ -14,6 +14,11 @@ as much as an INT8 forward of so small a model: what speculation saves is chunks
 this processor keeps in its cache, and with the target as it was trained, in BF16, which is bound by
 reading its weights as large models are.
 
+What plain decoding takes beside the bare loop is told by process: the processor time per chunk of
+the model's stepping thread (forward and scheduling), of the model's other threads (sending), of
+tritonserver, and of the client. A runtime in C++ could save of the first what is not the forward, a
+backend in C++ most of the second; the last two would stay.
+
     python -m tests.benchmarks.bench_serving [--deployments NAME ...] [--prompts FILE]
     python -m tests.benchmarks.bench_serving --repository triton_repo/NAME
 """
@@ -21,12 +26,14 @@ reading its weights as large models are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -148,6 +155,29 @@ def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, f
     return run
 
 
+def processor_ns(server: int) -> dict[str, int]:
+    """Nanoseconds that these threads have computed so far. server: the process of tritonserver,
+    whose child is the model's.
+    """
+
+    def threads(process: str) -> list[int]:
+        times = []
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                times.append(int((task / "schedstat").read_text().split()[0]))
+        return times
+
+    tasks = Path(f"/proc/{server}/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    model = sorted(time for pid in children for time in threads(pid))
+    return {
+        "stepping thread": model[-1],
+        "other threads of the model": sum(model[:-1]),
+        "tritonserver": sum(threads(str(server))),
+        "client": sum(threads("self")),
+    }
+
+
 def served(client: Client, arm: Arm, prompt: str, options: Options) -> None:
     (timing,) = client.measure([prompt], options)
     if (
@@ -169,7 +199,7 @@ def served(client: Client, arm: Arm, prompt: str, options: Options) -> None:
 def measure(
     repository: Path, prompts: Sequence[str], max_tokens: int, rounds: int
 ) -> dict[str, Any]:
-    bare, results = Arm(), {}
+    bare, results, spent = Arm(), dict[str, Any](), Counter[str]()
     run_bare = bare_loop(repository, max_tokens)
     with TritonServer(repository) as server, Client(server.grpc_url) as client:
         for name, options in SAMPLED.items():
@@ -189,7 +219,11 @@ def measure(
                     if options.temperature == 0:
                         (bare if number >= 0 else Arm()).add(*run_bare(prompt))
                     for arm in sorted(arms, reverse=(number + index) % 2 == 0):
+                        before = processor_ns(server.pid)
                         served(client, arms[arm], prompt, asked[arm])
+                        if arm == "plain" and options.temperature == 0 and number >= 0:
+                            spent.update(processor_ns(server.pid))
+                            spent.subtract(before)
             estimate, low, high = ratio_interval(speculative, plain, len(prompts))
             results[name] = {
                 "plain_tokens_per_s": plain.rate(),
@@ -209,6 +243,10 @@ def measure(
                     "low": low,
                     "high": high,
                     "bare_tokens_per_s": bare.rate(),
+                    "chunk_ms": 1000 / plain.rate(),
+                    "processor_ms_per_chunk": {
+                        part: ns / 1e6 / sum(plain.tokens) for part, ns in spent.items()
+                    },
                 }
     return results
 
@@ -233,7 +271,13 @@ def print_table(results: dict[str, Any]) -> None:
         )
     print(
         f"bare loop {bare['bare_tokens_per_s']:.1f} tokens/s; plain through Triton reaches"
-        f" {bare['estimate']:.3f} of it ({bare['low']:.3f} - {bare['high']:.3f})",
+        f" {bare['estimate']:.3f} of it ({bare['low']:.3f} - {bare['high']:.3f})"
+    )
+    parts = bare["processor_ms_per_chunk"].items()
+    print(
+        f"a chunk through Triton {bare['chunk_ms']:.3f} ms, a forward of the bare loop"
+        f" {1000 / bare['bare_tokens_per_s']:.3f} ms; processor time: "
+        + ", ".join(f"{part} {ms:.3f}" for part, ms in parts),
         flush=True,
     )
 

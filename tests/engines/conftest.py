@@ -25,6 +25,7 @@ from toolkit.engines.embedded.kernels import (
 from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.embedded.weights import fuse
 from toolkit.facts.embedded import PREFILL_TOKENS, slot_tokens
+from toolkit.words import ComputeDtype, KvDtype
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -82,15 +83,18 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> KernelOps:
 
 @pytest.fixture(scope="session")
 def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
-    """(checkpoint, dtype) -> the model step by step over the kernels, without AOTInductor: 3
-    slots of 96.
+    """(checkpoint, dtype, dtype of its KV cache) -> the model step by step over the kernels,
+    without AOTInductor: 3 slots of 96.
     """
 
-    def make(path: Path, dtype: str = "float32") -> EmbeddedEngine:
+    def make(
+        path: Path, dtype: ComputeDtype = "float32", kv_dtype: KvDtype | None = None
+    ) -> EmbeddedEngine:
         source = quantized.open_checkpoint(path)
-        fp8_kv = source.quantization.kv_cache_quant_algo == "FP8"
+        if source.quantization.kv_cache_quant_algo == "FP8":
+            kv_dtype = "fp8"
         weights, caches = prepare(
-            source.shape, fuse(source), dtype, 3, 96, PREFILL_TOKENS, fp8_kv=fp8_kv
+            source.shape, fuse(source), dtype, 3, 96, PREFILL_TOKENS, kv_dtype=kv_dtype or dtype
         )
         return EmbeddedEngine(
             eager_runner(weights, kernels, caches, getattr(torch, dtype)),

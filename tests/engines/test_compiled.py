@@ -294,6 +294,30 @@ def test_int8_weights_stay_int8(
     assert quantized_engine.kv_cache_quant_algo == "FP8"
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_keys_and_values_may_be_bfloat16_beside_float32(
+    mode: str,
+    tiny_pair: tuple[Path, Path],
+    kernel_engine: Callable[..., EmbeddedEngine],
+    tmp_path: Path,
+) -> None:
+    """Half the memory; the logits move by no more than the rounding of keys and values does."""
+    built = build(tiny_pair[0], tmp_path, mode=mode, kv_cache_dtype="bfloat16")
+    assert (built.dtype, built.kv_dtype, built.mode) == ("float32", "bfloat16", mode)
+    ours = loader("torch").load(tmp_path)
+    assert isinstance(ours, EmbeddedEngine)
+    assert {cache.dtype for cache in ours._caches} == {torch.bfloat16}
+    logits = ours.forward([0, 1], TOKENS)
+    same = kernel_engine(tiny_pair[0], "float32", "bfloat16").forward([0, 1], TOKENS)
+    unrounded = kernel_engine(tiny_pair[0], "float32").forward([0, 1], TOKENS)
+    assert (logits - same).abs().median() < 1e-5
+    moved = (logits - unrounded).abs()
+    assert 1e-5 < moved.median() < 1e-2
+    assert moved.max() < 0.1
+
+
 def test_config_has_the_shape_of_an_engine_directory(eager_engine: CompiledEngine) -> None:
     config = json.loads((eager_engine.path / "config.json").read_text())
     assert set(config) == {"version", "pretrained_config", "build_config", "toolkit"}

@@ -273,7 +273,7 @@ def test_an_engine_over_the_devices_products_follows_the_plain_one(
         engine = eager_engine(
             shape,
             tensors_of(shape, algo),
-            fp8_kv=False,
+            kv_dtype="float32",
             dtype="float32",
             max_batch_size=2,
             max_seq_len=96,

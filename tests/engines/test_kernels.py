@@ -397,7 +397,14 @@ class TestKernelContract(StepEngineContract):
     """Tolerance 0: this is the promise that speculation rests on."""
 
     @pytest.fixture(
-        params=["llama_w8a8", "qwen3_w8a16_kv_fp8", "llama_fp8_kv_fp8", "float32", "bfloat16"]
+        params=[
+            "llama_w8a8",
+            "qwen3_w8a16_kv_fp8",
+            "llama_fp8_kv_fp8",
+            "float32",
+            "bfloat16",
+            "float32 with bfloat16 KV",
+        ]
     )
     def engine(
         self,
@@ -406,6 +413,8 @@ class TestKernelContract(StepEngineContract):
         exported: Callable[[str], Export],
         tiny_pair: tuple[Path, Path],
     ) -> Iterator[EmbeddedEngine]:
-        kind: str = request.param
-        plain = kind in ("float32", "bfloat16")
-        yield kernel_engine(tiny_pair[0], kind) if plain else kernel_engine(exported(kind).path)
+        dtype, _, kv_dtype = request.param.partition(" with ")
+        if dtype in ("float32", "bfloat16"):
+            yield kernel_engine(tiny_pair[0], dtype, kv_dtype.partition(" ")[0] or None)
+        else:
+            yield kernel_engine(exported(dtype).path)

@@ -180,7 +180,7 @@ def test_the_embedded_engine_takes_what_the_plan_counts(
     planned = memory_of(replace(deployment, shapes={**deployment.shapes, "target": shape}), HOST)
     items = {item.name: item.num_bytes for item in planned[0][-1].items}
     weights, caches = prepare(
-        shape, fuse(open_checkpoint(source)), dtype, 3, 1000, PREFILL_TOKENS, fp8_kv=False
+        shape, fuse(open_checkpoint(source)), dtype, 3, 1000, PREFILL_TOKENS, kv_dtype=dtype
     )
     packed = [weights.embed, weights.lm_head.weight]
     for layer in weights.layers:

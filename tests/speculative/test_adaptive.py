@@ -248,6 +248,54 @@ def test_another_load_is_decided_for_at_once() -> None:
     assert states[0].draft_len == 0
 
 
+def test_one_row_more_or_less_among_many_keeps_the_lengths() -> None:
+    decider = controller(Costs(per_row=0.05))
+    decider.choose([Adaptation(900.0, 1000.0) for _ in range(16)])
+    assert decider.keeps(17)
+    assert decider.keeps(14)
+    assert not decider.keeps(13)
+    decider.choose([Adaptation(900.0, 1000.0) for _ in range(4)])
+    assert not decider.keeps(3)
+
+
+def test_who_joins_gets_what_the_last_decision_would_have_given() -> None:
+    decider = controller(Costs(per_row=0.05))
+    states = [Adaptation(1000 * alpha, 1000.0) for alpha in (0.9, 0.7, 0.5)]
+    lengths = chosen(decider, *states)
+    for alpha, length in zip((0.9, 0.7, 0.5), lengths, strict=True):
+        newcomer = Adaptation(1000 * alpha, 1000.0)
+        decider.join(newcomer)
+        assert newcomer.draft_len == length
+    decider.choose([Adaptation(10.0, 1000.0)])
+    newcomer = Adaptation(900.0, 1000.0)
+    decider.join(newcomer)
+    assert (newcomer.draft_len, newcomer.reason) == (0, "acceptance")
+    for _ in range(newcomer.probe_after):
+        assert not decider.may_probe()
+        decider.keeps(2)
+    assert decider.may_probe()
+
+
+def test_decisions_that_change_nothing_come_at_longer_intervals() -> None:
+    decider = controller()
+    state = Adaptation(900.0, 1000.0)
+
+    def steps_until_the_next() -> int:
+        steps = 1
+        while decider.keeps(1):
+            steps += 1
+        decider.choose([state])
+        return steps
+
+    decider.choose([state])
+    intervals = [steps_until_the_next() for _ in range(3)]
+    assert intervals == sorted(intervals)
+    assert intervals[0] < intervals[-1] == steps_until_the_next()
+    state.hits = 100.0
+    assert steps_until_the_next() == intervals[-1]
+    assert steps_until_the_next() < intervals[-1]
+
+
 def test_fixed_rows_of_the_batch_cost_their_time_too() -> None:
     """Where another row needs a wide forward anyway, drafting is cheaper."""
     costs = Costs(verify=(1.0, 1.6, 1.7, 1.8, 1.9, 2.0), draft=0.02, per_row=0.0)

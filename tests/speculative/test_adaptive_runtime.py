@@ -21,7 +21,7 @@ from tests.support.runtimes import (
 from tests.support.step_engines import TableEngine
 from toolkit.interfaces import GenerationRequest, TokenEvent
 from toolkit.speculative.adaptive import AdaptiveSettings
-from toolkit.speculative.costs import StepCosts
+from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import NgramDrafter
 from toolkit.speculative.runtime import SpeculativeRuntime
 
@@ -45,11 +45,16 @@ def requests_of(count: int, max_tokens: int, **fields: Any) -> list[GenerationRe
     return [make_request(PROMPTS[i], max_tokens, f"r{i}", **fields) for i in range(count)]
 
 
+def figures(draft: float, verify: float) -> Figures:
+    """The same for every number of rows and tokens: drafts pay where they are accepted."""
+    return Figures([[verify] * (MAX_ROWS + 1)] * 12, *[[draft] * (MAX_ROWS + 1)] * 2)
+
+
 class RandomCosts(StepCosts):
     """Every question has another answer, so that lengths jump about."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__([[1.0] * (MAX_ROWS + 1)] * 12, *[[1.0] * (MAX_ROWS + 1)] * 2, 1.0)
+        super().__init__(figures(1.0, 1.0), 1.0)
         self._random = random.Random(seed)
 
     def draft_ns(self, rows: int, depth: int) -> float:
@@ -57,11 +62,6 @@ class RandomCosts(StepCosts):
 
     def step_ns(self, rows: int, width: float) -> float:
         return self._random.choice([1e5, 1e6])
-
-
-def even_costs(draft: float = 300.0, verify: float = 1000.0) -> StepCosts:
-    """Forwards cost the same whatever their width: drafts pay where they are accepted."""
-    return StepCosts([[verify] * (MAX_ROWS + 1)] * 12, *[[draft] * (MAX_ROWS + 1)] * 2, 10.0)
 
 
 class StillCosts(StepCosts):
@@ -74,8 +74,8 @@ class StillCosts(StepCosts):
         pass
 
 
-def still(costs: StepCosts) -> StillCosts:
-    stills = StillCosts(costs._verify, costs._first, costs._further, costs._probe)
+def still(figures: Figures, probe: float = 10.0) -> StillCosts:
+    stills = StillCosts(figures, probe)
     stills._host = 1.0
     return stills
 
@@ -85,7 +85,7 @@ def engine(seed: int, **settings: Any) -> TableEngine:
 
 
 def adaptive(target: TableEngine, draft: TableEngine | None, **options: Any) -> SpeculativeRuntime:
-    options.setdefault("costs", still(even_costs()))
+    options.setdefault("costs", still(figures(300.0, 1000.0)))
     return make_runtime(target, draft, adaptive=options.pop("settings", ADAPTIVE), **options)
 
 
@@ -163,7 +163,7 @@ def test_a_draft_that_is_right_again_is_used_again_with_a_whole_cache(kind: str)
 
 def test_the_prompt_is_not_fed_to_a_draft_that_is_not_used() -> None:
     draft = TableEngine(99)
-    runtime = adaptive(TableEngine(1), draft, costs=still(even_costs(draft=1e6)))
+    runtime = adaptive(TableEngine(1), draft, costs=still(figures(1e6, 1000.0)))
     stats = serve_one(runtime, make_request(PROMPTS[5], 30)).stats
     assert draft.forwards == []
     assert stats.steps_by_reason == {"load": stats.verify_steps}
@@ -219,9 +219,9 @@ def test_look_ups_that_fail_are_given_up_and_probed() -> None:
     """Their probes look only at what was written since the text was last indexed."""
     drafter = NgramDrafter(2)
     verify = [[0.0] * 9, *([1000.0 * width] * 9 for width in range(1, 12))]
-    costs = StepCosts(verify, *[[0.0] * 9] * 2, 1)
+    costs = still(Figures(verify, *[[0.0] * 9] * 2), 1)
     runtime = adaptive(
-        engine(1, vocab_size=12), None, drafter=drafter, costs=still(costs), max_draft_len=3
+        engine(1, vocab_size=12), None, drafter=drafter, costs=costs, max_draft_len=3
     )
     plain = make_runtime(engine(1, vocab_size=12), max_draft_len=0)
     request = make_request((1, 2, 1, 2, 3), 150)

@@ -11,13 +11,14 @@ import torch
 
 from tests.support.step_engines import ChainingTableEngine, TableEngine
 from toolkit.interfaces import Chain
-from toolkit.speculative.costs import StepCosts, measured_costs
+from toolkit.speculative.cost_timer import measured_costs
+from toolkit.speculative.costs import Figures, StepCosts
 
 FLAT = [[0.0] * 5, *([1000.0] * 5 for _ in range(3))]  # widths 1 to 3, up to 4 rows
 
 
 def flat_costs() -> StepCosts:
-    return StepCosts(FLAT, *[[0.0] + [100.0] * 4] * 2, 50.0)
+    return StepCosts(Figures(FLAT, *[[0.0] + [100.0] * 4] * 2), 50.0)
 
 
 class Clock:
@@ -77,6 +78,47 @@ def test_a_draft_that_chains_is_timed_by_the_chain() -> None:
     assert [draft.length(slot) for slot in range(4)] == [0] * 4
 
 
+class ReadingEngine(TimedEngine):
+    """Each token of a forward also reads the context of its slot, a nanosecond each."""
+
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
+        self._clock.now += tokens.shape[1] * sum(self.length(slot) for slot in slots)
+        return super().forward(slots, tokens, last_only=last_only)
+
+
+def test_what_is_read_of_the_context_grows_with_it() -> None:
+    """By as much as was seen between the two contexts that were timed."""
+    clock = Clock()
+    target, draft = (ReadingEngine(clock, max_batch_size=4, max_seq_len=1024) for _ in range(2))
+    costs = measured_costs(target, draft, 3, clock)
+    for rows, width in ((1, 1), (1, 4), (4, 1), (4, 3)):
+        costs.note_step(rows, [], 64, 0, 0, 0)
+        scale, costs._scale = costs._scale, 1.0
+        near, first = costs.step_ns(rows, width), costs.draft_ns(rows, 1)
+        costs._context += 1000
+        assert costs.step_ns(rows, width) - near == pytest.approx(1000 * rows * width, rel=0.02)
+        assert costs.draft_ns(rows, 1) - first == pytest.approx(1000 * rows, rel=0.02)
+        costs._scale = scale
+
+
+def test_slots_are_not_filled_for_longer_than_stated() -> None:
+    """Where prompts take long, engines are timed at one context."""
+    clock = Clock()
+
+    class Slow(ReadingEngine):
+        def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+            clock.now += 1_000_000_000
+            return super().forward(*arguments, **options)
+
+    target = Slow(clock, max_seq_len=1024)
+    costs = measured_costs(target, None, 1, clock)
+    near = costs.step_ns(1, 1)
+    costs._context = 1000
+    assert costs.step_ns(1, 1) == near
+
+
 def test_drafts_without_an_engine_cost_nothing() -> None:
     clock = Clock()
     costs = measured_costs(TimedEngine(clock), None, 2, clock)
@@ -87,7 +129,7 @@ def test_a_slower_machine_slows_what_is_not_measured_alike() -> None:
     costs = flat_costs()
     before = costs.draft_ns(2, 1)
     for _ in range(200):
-        costs.note_step(1, [1, 1], 400, 2000, 60_000)
+        costs.note_step(1, [1, 1], 64, 400, 2000, 60_000)
     assert costs.draft_ns(2, 1) == pytest.approx(2 * before, rel=0.25)
     assert costs.draft_ns(1, 1) == pytest.approx(200, rel=0.1)
 
@@ -95,10 +137,20 @@ def test_a_slower_machine_slows_what_is_not_measured_alike() -> None:
 def test_a_figure_that_was_off_is_corrected_beside_the_others() -> None:
     costs = flat_costs()
     for _ in range(400):
-        costs.note_step(1, [], 0, 1000, 60_000)
-        costs.note_step(1, [1, 1], 200, 1500, 60_000)
+        costs.note_step(1, [], 64, 0, 1000, 60_000)
+        costs.note_step(1, [1, 1], 64, 200, 1500, 60_000)
     host = costs.step_ns(1, 1) - 1000
     assert costs.step_ns(1, 3) - host == pytest.approx(1500, rel=0.05)
+
+
+def test_a_step_of_different_lengths_corrects_the_figures_beside_it() -> None:
+    """Three tokens in two rows: between the figures of one and of two tokens each."""
+    costs = flat_costs()
+    for _ in range(600):
+        costs.note_step(2, [], 64, 0, 1000, 60_000)
+        costs.note_step(2, [1], 64, 100, 1250, 60_000)
+    host = costs.step_ns(2, 1) - 1000
+    assert costs.step_ns(2, 1.5) - host == pytest.approx(1250, rel=0.05)
 
 
 def test_a_step_that_was_preempted_says_nothing() -> None:
@@ -106,7 +158,7 @@ def test_a_step_that_was_preempted_says_nothing() -> None:
     costs, generator = flat_costs(), random.Random(1)
     for _ in range(1000):
         factor = 100 if generator.random() < 0.1 else generator.uniform(0.95, 1.05)
-        costs.note_step(1, [1], int(100 * factor), int(1000 * factor), int(60_000 * factor))
+        costs.note_step(1, [1], 64, int(100 * factor), int(1000 * factor), int(60_000 * factor))
     assert costs.draft_ns(1, 1) == pytest.approx(100, rel=0.1)
     assert costs.step_ns(1, 2) == pytest.approx(61_000, rel=0.1)
 
@@ -120,8 +172,8 @@ def test_probes_correct_their_own_figure() -> None:
 
 def test_a_bad_moment_cannot_make_plain_decoding_look_slower_than_drafting() -> None:
     verify = [[0.0] * 2, [0.0, 9000.0], [0.0, 1000.0], [0.0, 1500.0]]
-    costs = StepCosts(verify, *[[0.0, 100.0]] * 2, 50.0)
+    costs = StepCosts(Figures(verify, *[[0.0, 100.0]] * 2), 50.0)
     assert costs.step_ns(1, 1) <= costs.step_ns(1, 2) <= costs.step_ns(1, 3)
     for _ in range(300):
-        costs.note_step(1, [1], 100, 2500, 60_000)
+        costs.note_step(1, [1], 64, 100, 2500, 60_000)
     assert costs.step_ns(1, 1) <= costs.step_ns(1, 2) <= costs.step_ns(1, 3)

@@ -38,7 +38,7 @@ from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report
 from toolkit.speculative.acceptance import RULES, Greedy
 from toolkit.speculative.adaptive import AdaptiveSettings
-from toolkit.speculative.costs import StepCosts
+from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter
 from toolkit.speculative.request_state import Sequence as Running
 from toolkit.speculative.sampling import Floats
@@ -122,7 +122,7 @@ def test_lengths_that_adapt_do_not_look_like_a_draft_that_loses_tokens(tmp_path:
     length.
     """
     rows = [1000.0] * 9
-    costs = StepCosts([[0.0] * 9, *([rows] * 4)], *[[400.0] * 9] * 2, 10.0)
+    costs = StepCosts(Figures([rows] * 5, *[[400.0] * 9] * 2), 10.0)
     fixed, _ = judged(tmp_path)
     adaptive, _ = judged(tmp_path, adaptive=AdaptiveSettings(probe_every_tokens=8), costs=costs)
     assert named(adaptive) == named(fixed) == []

@@ -346,6 +346,8 @@ class TorchEngineConfig(EngineLengths):
     """Whether graphs are compiled; auto: where possible."""
     dtype: ComputeDtype = "float32"
     """Type of activations and unquantized weights."""
+    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
+    """Type of keys and values that are not quantized; auto: that of dtype."""
     threads: Count | None = None
     """Threads that compute a forward; null: all cores this process may use."""
     prefill_chunk_len: Count | None = None

@@ -43,6 +43,7 @@ def engine_spec(config: DeploymentConfig, role: Role) -> EngineSpec:
             dtype=engine.dtype,
             device=device,
             mode=engine.mode,
+            kv_cache_dtype=None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
             prefill_chunk_len=engine.prefill_chunk_len or prefill_tokens(device),
         )
     if isinstance(engine, VllmConfig):

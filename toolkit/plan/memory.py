@@ -287,7 +287,6 @@ def _embedded(
     """The memory of the embedded engine: max_batch_size slots of max_seq_len and one forward more.
     On a CPU a slot takes memory as it is used; that all have to fit is what the plan asks for.
     """
-    width = DTYPE_BYTES[engine.dtype]
     on_gpu = subject.gpu is not None and _takes_gpu(subject, engine)
     is_packed = not on_gpu and engine.mode != "eager" and engine.dtype != "float64"
     items = []
@@ -299,9 +298,12 @@ def _embedded(
         if is_packed and shape.tie_word_embeddings:
             formula += ", the tied head packed beside the embedding"
         items.append(MemoryItem(f"{role} weights", size, formula))
+    kept = engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
     per_token = {
         role: kv_bytes_per_token(
-            shape, subject.models[role].quantization.kv_cache_quant_algo, width=width
+            shape,
+            subject.models[role].quantization.kv_cache_quant_algo,
+            width=DTYPE_BYTES[kept],
         )
         for role, shape in subject.shapes.items()
     }

@@ -13,6 +13,7 @@ from toolkit.words import (
     Fp8Compute,
     Head,
     KvCacheQuantAlgo,
+    KvDtype,
     QuantAlgo,
     Role,
     RunMode,
@@ -233,6 +234,7 @@ class CompiledEngine:
     weight_bytes: int
     notes: tuple[str, ...]
     tensorrt_llm: TensorRtLlmBuild | None = None  # None: of kind torch
+    kv_dtype: KvDtype | None = None  # None: not of kind torch, whose engine decides
 
 
 @dataclass(frozen=True, slots=True)

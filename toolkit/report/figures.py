@@ -768,7 +768,7 @@ def _engines(report: ValidationReport) -> Table:
     engines = report.engines.values()
     rows: list[tuple[str, ...]] = [
         ("precision", *(engine.quant_algo or "not quantized" for engine in engines)),
-        ("KV cache", *(engine.kv_cache_quant_algo or engine.dtype for engine in engines)),
+        ("KV cache", *(e.kv_cache_quant_algo or e.kv_dtype or e.dtype for e in engines)),
         ("mode", *(f"{engine.kind}, {engine.mode}, {engine.device}" for engine in engines)),
         ("activations", *(engine.dtype for engine in engines)),
         ("FP8 arithmetic", *(engine.fp8_compute or DASH for engine in engines)),

@@ -28,6 +28,7 @@ Pure, and only of Python's standard library: costs are an argument, and there is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,21 +42,24 @@ FIRST_ACCEPTANCE = 0.7
 # How many draft tokens the estimate from earlier requests is worth to a new one.
 PRIOR_TOKENS = 4.0
 # How many draft tokens of a request the mean of all running ones is worth, at least and at most.
-LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS = 6.0, 16.0
+LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS = 2.0, 16.0
 SWITCH_GAIN = 0.015  # of the speed of one row; below it, lengths stay as they are
-# A decision costs 30 microseconds and more, and a step of a small model a millisecond.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_IDLE_STEPS = 6, 32
+# A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
+# that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
+ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 PROBE_TOKENS = 12  # that one probe compares, at most
 FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
-PROBE_WINDOW_TOKENS = 5.0  # of a probe decide: the text may have changed while nothing was seen
+PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while nothing was seen
 PROBE_SHARE = 0.01  # of the time of plain decoding, at most
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
-UNLIKELY_RUN = 0.0004
+UNLIKELY_RUN = 0.00003
 # Over about how many blocks, of all requests, what was accepted is compared with what was expected,
 # and what that comparison is worth at first, in tokens.
 TRUST_BLOCKS, TRUST_PRIOR_TOKENS = 128.0, 120.0
+LEAST_BLOCKS = 12  # with fewer of them, drafting was a mistake
 DOUBTFUL_MISSES = 2  # blocks without an accepted token; from here on a draft is one token
 PERFECT_ACCEPTANCE = 0.95  # if even this would not pay, the load is the reason
 
@@ -148,7 +152,14 @@ class Controller:
     expected_acceptance: float = FIRST_ACCEPTANCE  # of a new request
     _finished: int = 0
     _steps_until_decision: int = 0
-    _rows: int = 0  # of the last decision
+    _decide_every: int = DECIDE_EVERY_STEPS
+    _steps_until_probe: int = 0
+    # Of the last decision: its rows, its longest draft, the worth of the least draft token that it
+    # took, and why a row that drafts nothing does not.
+    _rows: int = 0
+    _deepest: int = 0
+    _least_worth: float = math.inf
+    _why_not: DraftLenReason = "acceptance"
     # Draft tokens of recent blocks.
     _expected: float = 0.0
     _accepted: float = 0.0
@@ -235,11 +246,12 @@ class Controller:
     def is_probe_due(self, state: Adaptation) -> bool:
         return state.plain_tokens >= state.probe_after and state.reason == "acceptance"
 
-    def is_probe_near(self, state: Adaptation) -> bool:
-        """Whether the next token may be one that a probe looks at."""
-        return (
-            state.plain_tokens + PROBE_TOKENS >= state.probe_after and state.reason == "acceptance"
-        )
+    def is_probe_near(self, state: Adaptation, tokens: int) -> bool:
+        """Whether the next token may be one that a probe looks at. tokens: of plain output that
+        were not noted yet.
+        """
+        seen = state.plain_tokens + tokens + PROBE_TOKENS
+        return seen >= state.probe_after and state.reason == "acceptance"
 
     def is_due_soon(self, state: Adaptation) -> bool:
         """Whether a probe is far enough away that one now, beside another row's, saves one."""
@@ -250,7 +262,35 @@ class Controller:
         Ask once per step: deciding takes longer than this.
         """
         self._steps_until_decision -= 1
-        return self._steps_until_decision > 0 and rows == self._rows
+        self._steps_until_probe -= 1
+        is_same_load = abs(rows - self._rows) <= ROWS_THAT_MATTER * self._rows
+        return self._steps_until_decision > 0 and is_same_load
+
+    def may_probe(self) -> bool:
+        """Whether a probe can be due in this step. Only then rows have to be looked at."""
+        return self._steps_until_probe <= 0
+
+    def await_probes(self, states: Sequence[Adaptation]) -> None:
+        """Note when the first probe is due, if each of them gets a token per step."""
+        self._steps_until_probe = min(
+            (
+                state.probe_after - state.plain_tokens
+                for state in states
+                if state.reason == "acceptance"
+            ),
+            default=DECIDE_EVERY_IDLE_STEPS,
+        )
+
+    def join(self, state: Adaptation) -> None:
+        """Give a request that joins a running batch the drafts that the last decision would have
+        taken. The next one is for all.
+        """
+        state.chance = state.acceptance
+        length, worth = 0, self.trust * state.chance
+        while length < self._deepest and worth >= self._least_worth:
+            length, worth = length + 1, worth * state.chance
+        self._set(state, length, self._why_not, self._rows)
+        self._steps_until_probe = min(self._steps_until_probe, state.probe_after)
 
     def choose(
         self,
@@ -280,17 +320,24 @@ class Controller:
             kept_speed = self._speed(alphas, present, fixed)
             if best.tokens_per_ns < kept_speed * (1.0 + SWITCH_GAIN / rows):
                 best = _Plan(present, kept_speed)
+        is_steady = [state.draft_len for state in states] == best.draft_lens
         is_loaded: bool | None = None
+        self._deepest = max(best.draft_lens, default=0)
+        self._least_worth, self._why_not = math.inf, "acceptance"
         for state, alpha, draft_len in zip(states, alphas, best.draft_lens, strict=True):
             is_too_short = _length(alpha, longest) < self.settings.min_acceptance_length
             length = 0 if is_too_short else draft_len
             if length == 0 and is_loaded is None:
                 perfect = [max(each, PERFECT_ACCEPTANCE) for each in alphas]
                 is_loaded = not self._would_pay(perfect, longest, fixed)
-            self._set(state, length, "load" if is_loaded else "acceptance", rows)
-        # Where nothing is drafted, nothing is learned.
-        idle = not any(best.draft_lens)
-        self._steps_until_decision = DECIDE_EVERY_IDLE_STEPS if idle else DECIDE_EVERY_STEPS
+                self._why_not = "load" if is_loaded else "acceptance"
+            if length:
+                self._least_worth = min(self._least_worth, self.trust * alpha**length)
+            self._set(state, length, self._why_not, rows)
+        most = DECIDE_EVERY_STEADY_STEPS if self._deepest else DECIDE_EVERY_IDLE_STEPS
+        self._decide_every = min(2 * self._decide_every, most) if is_steady else DECIDE_EVERY_STEPS
+        self._steps_until_decision = self._decide_every
+        self.await_probes(states)
 
     def _set(self, state: Adaptation, draft_len: int, why_not: DraftLenReason, rows: int) -> None:
         if state.draft_len is not None and state.draft_len != draft_len:
@@ -298,8 +345,8 @@ class Controller:
         if draft_len and not state.draft_len:
             state.blocks = 0
         if state.draft_len and draft_len == 0:
-            # Drafting that ended at once was a mistake; what would repeat it comes later.
-            if state.blocks >= DECIDE_EVERY_STEPS * 2:
+            # What would repeat a mistake comes later.
+            if state.blocks >= LEAST_BLOCKS:
                 state.probe_after = self.settings.probe_every_tokens
                 self._afford(state, rows)
             else:

@@ -23,6 +23,7 @@ import torch
 
 from toolkit.interfaces import Chain, ChainingEngine, CopyingEngine, StepEngine
 from toolkit.speculative.request_state import Sequence
+from toolkit.speculative.rows import rows_forward
 from toolkit.speculative.sampling import NOT_FINITE, argmax, to_host, token_rows
 
 __all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
@@ -78,6 +79,7 @@ class ModelDrafter:
         self._engine = engine
         # Asked once, since it takes some time.
         self._chaining = engine if isinstance(engine, ChainingEngine) else None
+        self._forward_rows = rows_forward(engine)
         # Per slot: how many leading tokens of the cache belong to the sequence.
         self._valid_tokens = [0] * engine.max_batch_size
 
@@ -154,33 +156,38 @@ class ModelDrafter:
         """One forward of the last tokens. If the cache ends long before them, the draft reads them
         right after what it has: a hole in the text, over which it predicts a little worse. The
         first tokens after a hole do not count, and the next use of the cache cuts it back to what
-        belongs to the sequence.
+        belongs to the sequence. If it holds nothing of the sequence, whose prompt the draft has not
+        read, a forward reads as much as it can.
         """
-        shortest = min(len(row.ids) for row in sequences) - 1
-        width = min(max(counts) + HOLE_TOKENS, self._engine.max_step_tokens, shortest)
-        starts = [min(self._valid_tokens[row.slot], len(row.ids) - 1 - width) for row in sequences]
         slots = [row.slot for row in sequences]
-        self._rewind(slots, starts)
-        tokens = token_rows([row.ids[-1 - width : -1] for row in sequences])
-        logits = self._engine.forward(slots, tokens)  # [rows, width, vocab]
-        are_greedy = all(row.rule.is_argmax for row in sequences)
-        choices, host = (argmax(logits), None) if are_greedy else ([], to_host(logits))
-        results = []
-        for index, (row, start, count) in enumerate(zip(sequences, starts, counts, strict=True)):
-            is_whole = start + width == len(row.ids) - 1
+        starts, rows, seen = [], [], []
+        for row, count in zip(sequences, counts, strict=True):
+            valid, end = self._valid_tokens[row.slot], len(row.ids) - 1
+            most = count + HOLE_TOKENS if valid else self._engine.max_step_tokens
+            width = min(max(count, end - valid), most, self._engine.max_step_tokens, end)
+            starts.append(min(valid, end - width))
+            rows.append(row.ids[end - width : end])
+            is_whole = starts[-1] + width == end
             if is_whole:
-                self._valid_tokens[row.slot] = start + width
-            seen = min(count, width if is_whole else max(1, width - HOLE_TOKENS))
+                self._valid_tokens[row.slot] = end
+            seen.append(min(count, width if is_whole else max(1, width - HOLE_TOKENS)))
+        self._rewind(slots, starts)
+        logits = self._forward_rows(slots, rows, seen)  # [sum of seen, vocab]
+        are_greedy = all(row.rule.is_argmax for row in sequences)
+        choices, host = (argmax(logits[None])[0], None) if are_greedy else ([], to_host(logits))
+        results, end = [], 0
+        for row, count in zip(sequences, seen, strict=True):
+            start, end = end, end + count
             if host is None:
-                same = zip(choices[index][-seen:], row.ids[-seen:], strict=True)
+                same = zip(choices[start:end], row.ids[-count:], strict=True)
                 results.append([float(choice == token) for choice, token in same])
                 continue
-            chances = list(row.target_chances)[-seen:]
-            seen = len(chances)
-            if seen and math.isfinite(float(host[index, -seen:].max())):
-                results.append(row.rule.acceptable(host[index, -seen:], row.ids[-seen:], chances))
+            chances = list(row.target_chances)[-count:]
+            own = host[end - len(chances) : end]
+            if chances and math.isfinite(float(own.max())):
+                results.append(row.rule.acceptable(own, row.ids[-len(chances) :], chances))
             else:
-                results.append([0.0] * seen)
+                results.append([0.0] * len(chances))
         return results
 
     def settle(self, slot: int, length: int) -> None:

@@ -65,6 +65,7 @@ class Sequence:
         # Of the newest tokens, the probability that the target's own distribution gave them; kept
         # while a probe may need it.
         self.target_chances: deque[float] = deque(maxlen=PROBE_TOKENS)
+        self.noted_tokens = len(self.ids)  # of ids, that the adaptation knows of
 
     @property
     def prompt_tokens(self) -> int:

@@ -42,7 +42,8 @@ from toolkit.interfaces import (
 )
 from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
 from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
-from toolkit.speculative.costs import StepCosts, measured_costs
+from toolkit.speculative.cost_timer import measured_costs
+from toolkit.speculative.costs import StepCosts
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
 from toolkit.speculative.prefill import Chunk, next_chunks
@@ -327,9 +328,12 @@ class SpeculativeRuntime:
                 sequence = self._waiting.popleft()
             sequence.tally.first_scheduled_ns = now
             self._place(sequence)
-        if self._adaptive is not None:
-            self._adaptive.reconsider()
-            self._choose_draft_lens([*self._running, *self._prefilling])
+        if self._running and self._adaptive is not None:
+            for sequence in self._prefilling:
+                if sequence.adaptation is not None and sequence.adaptation.draft_len is None:
+                    self._adaptive.join(sequence.adaptation)
+        else:
+            self._choose_draft_lens(self._prefilling)
 
     def _place(self, sequence: Sequence) -> None:
         """Give a request a free slot, with as much of its prompt as a KV cache already holds."""
@@ -486,9 +490,14 @@ class SpeculativeRuntime:
             self._read(read, first_logits)
         # A forward that read prompts, too, says nothing about the cost of a step.
         if self._costs is not None and not chunks:
-            drafting = _drafting(counts)
+            context = sum([row.cached_tokens for row in rows]) / len(rows)
             self._costs.note_step(
-                len(rows), drafting, drafted - start, read_ns - drafted, self._clock() - read_ns
+                len(rows),
+                _drafting(counts),
+                context,
+                drafted - start,
+                read_ns - drafted,
+                self._clock() - read_ns,
             )
 
     def _take(
@@ -516,10 +525,12 @@ class SpeculativeRuntime:
             except Exception as error:  # only this request's logits are at fault
                 self._fail([row], error)
                 continue
-            if row.adaptation is not None:
+            if row.adaptation is not None and (count or not row.rule.is_argmax):
                 self._note(row, row.adaptation, count, accepted, token, row_logits)
             scored_logits = row_logits if row.request.cumulative_logprob else None
             event = row.take(accepted, token, scored_logits, now)
+            if count:
+                row.noted_tokens = len(row.ids)
             outcomes.append((row, event))
             if row.finish_reason is None:
                 if count and self._drafter is not None:
@@ -551,12 +562,23 @@ class SpeculativeRuntime:
             return
         if not self._adaptive.keeps(len(rows)):
             self._choose_draft_lens(rows)
-        self._probe(rows)
+        if self._adaptive.may_probe():
+            self._probe(rows)
+
+    def _adapting(self, rows: list[Sequence]) -> list[Adaptation]:
+        """The states of the rows whose lengths are chosen, which know of all output."""
+        states = []
+        for row in rows:
+            if self._adaptive is not None and row.adaptation is not None and row.adapts:
+                self._adaptive.note_plain(row.adaptation, len(row.ids) - row.noted_tokens)
+                row.noted_tokens = len(row.ids)
+                states.append(row.adaptation)
+        return states
 
     def _choose_draft_lens(self, rows: list[Sequence]) -> None:
         if self._adaptive is None:
             return
-        states = [row.adaptation for row in rows if row.adaptation is not None and row.adapts]
+        states = self._adapting(rows)
         if states:
             fixed = [row.draft_room() for row in rows if not row.adapts]
             limit = max(row.load_limit for row in rows if row.adapts)
@@ -571,8 +593,8 @@ class SpeculativeRuntime:
         token: int,
         logits: Floats | None,
     ) -> None:
-        """Record what a verify step showed of a request. logits [drafted + 1, vocab]: the
-        target's.
+        """Record what a verify step showed of a request that drafted, or that draws its tokens.
+        logits [drafted + 1, vocab]: the target's.
         """
         controller = self._adaptive
         if controller is None:
@@ -582,8 +604,8 @@ class SpeculativeRuntime:
             if row.target_chances:
                 row.target_chances.clear()
             return
-        controller.note_plain(state, 1)
-        if not row.rule.is_argmax and logits is not None and controller.is_probe_near(state):
+        tokens = len(row.ids) - row.noted_tokens
+        if logits is not None and controller.is_probe_near(state, tokens):
             row.target_chances += row.rule.chances(logits[:1], [token])
 
     def _probe(self, rows: list[Sequence]) -> None:
@@ -593,11 +615,9 @@ class SpeculativeRuntime:
         controller = self._adaptive
         if controller is None or self._costs is None or self._drafter is None:
             return
-        for row in rows:
-            state = row.adaptation
-            if state is not None and controller.is_probe_due(state) and row.adapts:
-                break
-        else:
+        states = self._adapting(rows)
+        if not any(map(controller.is_probe_due, states)):
+            controller.await_probes(states)
             return
         due = [
             (row, row.adaptation)

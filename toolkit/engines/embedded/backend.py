@@ -30,7 +30,7 @@ from toolkit.errors import BackendUnavailable, StageError
 from toolkit.facts.embedded import PREFILL_TOKENS
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
-from toolkit.words import BuiltMode, Device, Fp8Compute
+from toolkit.words import BuiltMode, ComputeDtype, Device, Fp8Compute, KvDtype
 
 __all__ = ["TorchBackend"]
 
@@ -60,6 +60,8 @@ class TorchBackend:
         if source.quantization.quant_algo == "FP8":
             fp8_compute = "native" if native_products(spec.device).fp8 else "dequantized"
         max_step_tokens = max(spec.prefill_chunk_len or PREFILL_TOKENS, spec.max_draft_len + 1)
+        is_fp8 = source.quantization.kv_cache_quant_algo == "FP8"
+        kv_dtype: KvDtype = "fp8" if is_fp8 else spec.kv_cache_dtype or _compute_dtype(spec)
         if mode == "compiled":
             from toolkit.engines.embedded.compile import compile_package
 
@@ -68,7 +70,7 @@ class TorchBackend:
                 weights,
                 spec,
                 max_step_tokens,
-                fp8_kv=source.quantization.kv_cache_quant_algo == "FP8",
+                kv_dtype=kv_dtype,
                 kernels=out_dir / KERNELS,
                 package=out_dir / PACKAGE,
                 progress=progress,
@@ -80,6 +82,7 @@ class TorchBackend:
             spec=spec,
             mode=mode,
             fp8_compute=fp8_compute,
+            kv_dtype=kv_dtype,
             max_step_tokens=max_step_tokens,
             built_with=_built_with(mode, spec.device),
             notes=notes,
@@ -101,6 +104,7 @@ class TorchBackend:
             vocab_size=source.shape.vocab_size,
             weight_bytes=(out_dir / WEIGHTS).stat().st_size,
             notes=notes,
+            kv_dtype=kv_dtype,
         )
 
     def load(self, engine_dir: Path, *, threads: int | None = None) -> EmbeddedEngine:
@@ -124,7 +128,7 @@ class TorchBackend:
         return eager_engine(
             directory.shape,
             load_weights(engine_dir / WEIGHTS),
-            fp8_kv=directory.kv_cache_quant_algo == "FP8",
+            kv_dtype=directory.kv_dtype,
             dtype=directory.dtype,
             max_batch_size=directory.max_batch_size,
             max_seq_len=directory.max_seq_len,
@@ -132,6 +136,11 @@ class TorchBackend:
             device=directory.device,
             native=replace(native, fp8=native.fp8 and directory.fp8_compute == "native"),
         )
+
+
+def _compute_dtype(spec: EngineSpec) -> ComputeDtype:
+    assert spec.dtype != "auto"  # the config of this engine kind has no auto
+    return spec.dtype
 
 
 def _resolve_mode(spec: EngineSpec) -> tuple[BuiltMode, tuple[str, ...]]:

@@ -36,7 +36,7 @@ from toolkit.engines.embedded.model import Step, Weights, build, decode
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.errors import StageError
 from toolkit.facts.embedded import slot_tokens
-from toolkit.words import ComputeDtype
+from toolkit.words import ComputeDtype, KvDtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ def compile_package(
     spec: EngineSpec,
     max_step_tokens: int,
     *,
-    fp8_kv: bool,
+    kv_dtype: KvDtype,
     kernels: Path,
     package: Path,
     progress: Progress,
@@ -77,7 +77,7 @@ def compile_package(
         spec.max_batch_size,
         spec.max_seq_len,
         max_step_tokens,
-        fp8_kv=fp8_kv,
+        kv_dtype=kv_dtype,
     )
     module = Decoder(weights, caches, ops, getattr(torch, spec.dtype))
     batch = torch.export.Dim("batch", min=1, max=max(2, spec.max_batch_size))
@@ -126,14 +126,15 @@ def prepare(
     max_seq_len: int,
     max_step_tokens: int,
     *,
-    fp8_kv: bool,
+    kv_dtype: KvDtype,
 ) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
     """(packed weights, empty caches) of an engine. Compiling and loading both call this, so that
     names and shapes agree.
     """
     capacity, compute = slot_tokens(max_seq_len, max_step_tokens), getattr(torch, dtype)
     weights = pack(build(shape, tensors, rope_tables(shape, capacity)), compute)
-    return weights, kernel_caches(weights, slots, capacity, torch.uint8 if fp8_kv else compute)
+    kept = torch.uint8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+    return weights, kernel_caches(weights, slots, capacity, kept)
 
 
 class Decoder(torch.nn.Module):

@@ -20,7 +20,7 @@ from toolkit.checkpoints.shape import ModelShape, read_json
 from toolkit.errors import CheckpointError, StageError
 from toolkit.interfaces import EngineSpec
 from toolkit.records.codec import from_json, to_json
-from toolkit.words import BuiltMode, ComputeDtype, Device, Fp8Compute, KvCacheQuantAlgo
+from toolkit.words import BuiltMode, ComputeDtype, Device, Fp8Compute, KvDtype
 
 __all__ = [
     "CONFIG",
@@ -34,7 +34,7 @@ __all__ = [
     "write_config",
 ]
 
-FORMAT = 6  # version of the section `toolkit`; a reader refuses other versions
+FORMAT = 7  # version of the section `toolkit`; a reader refuses other versions
 CONFIG, WEIGHTS, PACKAGE, KERNELS = "config.json", "weights.safetensors", "decode.pt2", "kernels.so"
 # TensorRT-LLM's SpeculativeDecodingMode: DRAFT_TOKENS_EXTERNAL, NONE
 SPECULATION = {"target": 2, "draft": 1}
@@ -50,7 +50,7 @@ class EngineDirectory:
     dtype: ComputeDtype
     device: Device
     fp8_compute: Fp8Compute | None
-    kv_cache_quant_algo: KvCacheQuantAlgo | None
+    kv_dtype: KvDtype
     max_batch_size: int
     max_seq_len: int
     max_draft_len: int
@@ -66,6 +66,7 @@ def write_config(
     spec: EngineSpec,
     mode: BuiltMode,
     fp8_compute: Fp8Compute | None,
+    kv_dtype: KvDtype,
     max_step_tokens: int,
     built_with: dict[str, str],
     notes: tuple[str, ...],
@@ -83,6 +84,7 @@ def write_config(
         "device": spec.device,
         "dtype": spec.dtype,
         "fp8_compute": fp8_compute,
+        "kv_dtype": kv_dtype,
         "max_step_tokens": max_step_tokens,
         "built_with": built_with,
         "notes": list(notes),
@@ -151,7 +153,7 @@ def open_directory(path: Path) -> EngineDirectory:
         dtype=section["dtype"],
         device=section["device"],
         fp8_compute=section["fp8_compute"],
-        kv_cache_quant_algo=config["pretrained_config"]["quantization"]["kv_cache_quant_algo"],
+        kv_dtype=section["kv_dtype"],
         max_batch_size=build["max_batch_size"],
         max_seq_len=build["max_seq_len"],
         max_draft_len=build["max_draft_len"],

@@ -37,7 +37,7 @@ from toolkit.engines.embedded.model import (
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.engines.embedded.weights import fuse
 from toolkit.facts.embedded import PREFILL_TOKENS
-from toolkit.words import ComputeDtype, Device
+from toolkit.words import ComputeDtype, Device, KvDtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -221,7 +221,7 @@ def open_checkpoint(
     return eager_engine(
         checkpoint.shape,
         fuse(checkpoint),
-        fp8_kv=checkpoint.quantization.kv_cache_quant_algo == "FP8",
+        kv_dtype="fp8" if checkpoint.quantization.kv_cache_quant_algo == "FP8" else dtype,
         dtype=dtype,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
@@ -235,7 +235,7 @@ def eager_engine(
     shape: ModelShape,
     tensors: dict[str, Tensor],
     *,
-    fp8_kv: bool,
+    kv_dtype: KvDtype,
     dtype: ComputeDtype,
     max_batch_size: int,
     max_seq_len: int,
@@ -255,9 +255,8 @@ def eager_engine(
     }
     cos, sin = rope_tables(shape, capacity)
     weights = build(shape, prepared, (cos.to(place), sin.to(place)))
-    caches = allocate_caches(
-        shape, max_batch_size, capacity, torch.float8_e4m3fn if fp8_kv else compute, place
-    )
+    kept = torch.float8_e4m3fn if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+    caches = allocate_caches(shape, max_batch_size, capacity, kept, place)
     run = eager_runner(weights, TorchOps(native), caches, compute)
     return EmbeddedEngine(
         run,

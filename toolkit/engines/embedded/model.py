@@ -436,7 +436,7 @@ def _read(cache: Tensor, group: Group, scale: Tensor | None, dtype: torch.dtype)
     else:
         reached = reached.narrow(0, group.first_slot, len(group.slots))
     if not is_fp8:
-        return reached
+        return reached.to(dtype)
     assert scale is not None
     values = reached.view(torch.float8_e4m3fn).to(_wide(dtype)) * scale.to(_wide(dtype))
     return values.to(dtype)

@@ -91,7 +91,7 @@ def load_package(directory: EngineDirectory) -> PackagedEngine:
         directory.max_batch_size,
         directory.max_seq_len,
         directory.max_step_tokens,
-        fp8_kv=directory.kv_cache_quant_algo == "FP8",
+        kv_dtype=directory.kv_dtype,
     )
     decoder = Decoder(weights, caches, ops, getattr(torch, directory.dtype))
     file = directory.path / PACKAGE

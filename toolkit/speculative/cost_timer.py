@@ -1,0 +1,220 @@
+"""Times the engines before the first request, so that draft lengths are chosen well at once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import truediv
+
+import numpy as np
+import torch
+
+from toolkit.interfaces import Chain, ChainingEngine, StepEngine
+from toolkit.speculative.adaptive import PROBE_TOKENS
+from toolkit.speculative.costs import Figures, StepCosts
+from toolkit.speculative.sampling import argmax
+
+__all__ = ["measured_costs"]
+
+# What stands in each slot while the engines are timed, and then again. Filling the slots up to the
+# second takes about so long at most.
+NEAR_TOKENS, FAR_TOKENS, FILL_NS = 64, 256, 1_000_000_000
+# Of each number of rows, beside the first pass. After its share of the budget none begins.
+PASSES, BUDGET_NS = 20, 3_000_000_000
+
+
+def measured_costs(
+    target: StepEngine,
+    draft: StepEngine | None,
+    max_draft_len: int,
+    clock: Callable[[], int] = time.monotonic_ns,
+) -> StepCosts:
+    """Time the engines, whose slots must be free, and free them again. Without a draft engine
+    drafts cost nothing.
+
+    Batches are timed at powers of two and at the largest one; what lies between is interpolated.
+    """
+    batches = [*_powers_of_two(target.max_batch_size), target.max_batch_size]
+    timer = _Timer(target, draft, batches, max_draft_len, clock)
+    room = min(engine.max_seq_len for engine in timer.engines) // 2
+    near = min(NEAR_TOKENS, room)
+    spent_ns = timer.fill(near)
+    lengths = range(max_draft_len + 1)
+    figures = timer.figures(lengths)
+    probe = 0.0 if draft is None else timer.probe_ns()
+    growth = None
+    far = min(FAR_TOKENS, room, near + near * FILL_NS // max(1, spent_ns))
+    if far >= 2 * near > 0:
+        timer.fill(far)
+        # Between the lengths that are timed, the growth is a line, too.
+        there = timer.figures(sorted({0, min(1, max_draft_len), max_draft_len}))
+        growth = _growth(figures, there, far - near)
+    for engine in timer.engines:
+        engine.rewind(range(engine.max_batch_size), [0] * engine.max_batch_size)
+    return StepCosts(figures, probe, context=near, growth=growth)
+
+
+Run = Callable[[list[int], int], object]
+"""Runs these slots with so many tokens each."""
+
+
+def _forward(engine: StepEngine) -> Run:
+    """Reading one number back waits for a GPU, as choosing the token does."""
+    return lambda slots, width: float(engine.forward(slots, _zeros(len(slots), width))[0, 0, 0])
+
+
+def _drafts(draft: StepEngine | None) -> Run:
+    """A block of so many drafts."""
+    if draft is None:
+        return lambda slots, count: None
+    if isinstance(draft, ChainingEngine):
+        chain = draft.forward_chain
+        return lambda slots, count: chain([Chain(slot, [0], count) for slot in slots])
+    return lambda slots, count: [
+        argmax(draft.forward(slots, _zeros(len(slots), 1))) for _ in range(count)
+    ]
+
+
+def _powers_of_two(below: int) -> Iterator[int]:
+    power = 1
+    while power < below:
+        yield power
+        power *= 2
+
+
+class _Timer:
+    """context: how many tokens stand in every slot."""
+
+    def __init__(
+        self,
+        target: StepEngine,
+        draft: StepEngine | None,
+        batches: Sequence[int],
+        max_draft_len: int,
+        clock: Callable[[], int],
+    ) -> None:
+        self.engines = [target] if draft is None else [target, draft]
+        self.context = 0
+        self._drafts, self._verify = _drafts(draft), _forward(target)
+        self._batches = batches
+        self._max_draft_len = max_draft_len
+        self._clock = clock
+        self._budget_ns = BUDGET_NS // (2 * len(batches))
+
+    def fill(self, context: int) -> int:
+        """Fill every slot up to so many tokens. Returns the nanoseconds that it took."""
+        began = self._clock()
+        for engine in self.engines:
+            for slot in range(engine.max_batch_size):
+                for start in range(self.context, context, engine.max_step_tokens):
+                    count = min(engine.max_step_tokens, context - start)
+                    engine.forward([slot], _zeros(1, count), last_only=True)
+        self.context = context
+        return self._clock() - began
+
+    def _rewind(self, slots: list[int]) -> None:
+        for engine in self.engines:
+            engine.rewind(slots, [self.context] * len(slots))
+
+    def figures(self, draft_lens: Sequence[int]) -> Figures:
+        """By timing these lengths, which begin with 0 and end with the longest."""
+        drafts, forwards = {}, {}
+        for rows in self._batches:
+            took = self._steps(rows, draft_lens)
+            drafts[rows] = [draft_ns for draft_ns, _ in took]
+            forwards[rows] = np.interp(
+                range(self._max_draft_len + 1), draft_lens, [verify_ns for _, verify_ns in took]
+            )
+        longest = draft_lens[-1]
+        first = {rows: took[min(1, longest)] for rows, took in drafts.items()}
+        further = {
+            rows: max(0.0, took[-1] - first[rows]) / (longest - 1) if longest > 1 else first[rows]
+            for rows, took in drafts.items()
+        }
+        largest = self._batches[-1]
+        widths = [
+            _between({rows: float(took[length]) for rows, took in forwards.items()}, largest)
+            for length in range(longest + 1)
+        ]
+        return Figures(
+            [[0.0] * (largest + 1), *widths],
+            *(_between(each, largest) for each in (first, further)),
+        )
+
+    def _steps(self, rows: int, draft_lens: Iterable[int]) -> list[tuple[float, float]]:
+        """For each length, nanoseconds of a block of so many drafts and of the target's forward
+        behind it.
+
+        As in truth, draft and target take turns, and like steps follow each other: caches hold what
+        they hold then. A pass takes two steps of every length, of which the second counts. A
+        machine may be half as fast for a second, and what counts is how the lengths compare: so a
+        figure is its share of a pass, in the median, of the fastest pass.
+        """
+        slots, clock = list(range(rows)), self._clock
+
+        def step(draft_len: int) -> tuple[int, int]:
+            start = clock()
+            if draft_len:
+                self._drafts(slots, draft_len)
+            drafted = clock()
+            self._verify(slots, draft_len + 1)
+            verified = clock()
+            self._rewind(slots)
+            return drafted - start, verified - drafted
+
+        passes: list[list[int]] = []
+        began = clock()
+        while not passes or (len(passes) <= PASSES and clock() - began < self._budget_ns):
+            passes.append([])
+            for draft_len in draft_lens:
+                step(draft_len)
+                passes[-1] += step(draft_len)
+        passes = passes[1:] or passes  # the first one allocates
+        totals = [max(1, sum(times)) for times in passes]
+        figures = [
+            min(totals) * statistics.median(map(truediv, times, totals))
+            for times in zip(*passes, strict=True)
+        ]
+        return list(zip(figures[::2], figures[1::2], strict=True))
+
+    def probe_ns(self) -> float:
+        """Nanoseconds of a probe of one row, in the midst of plain decoding."""
+        draft = self.engines[-1]
+        probe, times, clock = _forward(draft), list[int](), self._clock
+        began = clock()
+        while len(times) < 2 or (len(times) < PASSES and clock() - began < self._budget_ns):
+            self._verify([0], 1)
+            start = clock()
+            probe([0], min(PROBE_TOKENS, draft.max_step_tokens))
+            times.append(clock() - start)
+            self._rewind([0])
+        return float(statistics.median(times))
+
+
+def _zeros(rows: int, width: int) -> torch.Tensor:
+    return torch.zeros((rows, width), dtype=torch.int64)
+
+
+def _growth(near: Figures, far: Figures, tokens: int) -> Figures:
+    """Of each figure, per token. What grows less is noise where a step is wider."""
+
+    def per_token(here: Sequence[float], there: Sequence[float]) -> list[float]:
+        pairs = zip(here, there, strict=True)
+        return [max(0.0, further - nearer) / tokens for nearer, further in pairs]
+
+    verify = np.array([per_token(*pair) for pair in zip(near.verify, far.verify, strict=True)])
+    return Figures(
+        np.maximum.accumulate(verify).tolist(),
+        per_token(near.first, far.first),
+        per_token(near.further, far.further),
+    )
+
+
+def _between(figures: dict[int, float], largest: int) -> list[float]:
+    """The figure of every number of rows up to `largest`, on the lines between those given. Fewer
+    rows take no longer than more.
+    """
+    known = sorted(figures)
+    least = [min(figures[more] for more in known if more >= rows) for rows in known]
+    return [0.0, *np.interp(range(1, largest + 1), known, least).tolist()]
