@@ -6,10 +6,13 @@ for engines that this process can run: the same runtime and requests without ser
 before and once after the served ones. Good: speculative / plain >= 1 and served / in process >=
 0.85 at each load. With configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
-    python -m tests.benchmarks.bench_loads [CONFIG ...] [--loads 1 4 16 64] [--requests 128]
+    python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
+        [--loads 1 4 16 64] [--requests 128]
 
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
-the highest load has, under the name loads-NAME; another build of the same takes a second.
+the highest load has, under the name loads-NAME; another build of the same takes a second. The
+quickstart streams a chunk per step; `--set triton.stream_interval_ms=10` is what servers do by
+default.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class Rates:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("configs", nargs="*", type=Path)
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
@@ -62,18 +66,19 @@ def main() -> int:
     asked = parser.parse_args()
     results = {}
     for path in asked.configs or [ROOT / "configs" / "quickstart.yaml"]:
-        changes = build(path, max(asked.loads))
+        changes = build(path, max(asked.loads), asked.changes)
         rates = measure(path, changes, asked)
         results[path.stem] = {load: row.__dict__ for load, row in rates.items()}
         show(path.stem, rates)
-    settings = {name: getattr(asked, name) for name in ("requests", "rounds", "max_tokens")}
+    names = ("changes", "requests", "rounds", "max_tokens")
+    settings = {name: getattr(asked, name) for name in names}
     print(json.dumps({"benchmark": "loads", **settings, **facts(), "results": results}))
     return 0
 
 
-def build(path: Path, slots: int) -> list[str]:
+def build(path: Path, slots: int, changes: Sequence[str]) -> list[str]:
     """Build the deployment with so many slots. Returns the options that name it."""
-    changes = [f"name=loads-{path.stem}", f"engine.max_batch_size={slots}"]
+    changes = [f"name=loads-{path.stem}", f"engine.max_batch_size={slots}", *changes]
     options = [word for change in changes for word in ("--set", change)]
     toolkit("build", str(path), *options, "--until", "package")
     return options

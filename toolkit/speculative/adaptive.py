@@ -42,7 +42,8 @@ FIRST_ACCEPTANCE = 0.7
 # How many draft tokens the estimate from earlier requests is worth to a new one.
 PRIOR_TOKENS = 4.0
 # How many draft tokens of a request the mean of all running ones is worth, at least and at most.
-LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS = 2.0, 16.0
+# It is estimated from about so many decisions.
+LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 2.0, 32.0, 16.0
 SWITCH_GAIN = 0.015  # of the speed of one row; below it, lengths stay as they are
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
@@ -111,6 +112,7 @@ class Adaptation:
     changes: int = 0  # of draft_len
     probes: int = 0
     misses: int = 0  # blocks without an accepted token, since the last one with
+    usual_len: int = 0  # before the text became doubtful
     before_misses: float = 0.0  # the estimate then
     plain_tokens: int = 0  # output tokens since the last probe or block
     blocks: int = 0  # since drafting began
@@ -160,6 +162,9 @@ class Controller:
     _deepest: int = 0
     _least_worth: float = math.inf
     _why_not: DraftLenReason = "acceptance"
+    # By how much recent requests differed beyond luck, and what luck explains: see _pooled.
+    _spread: float = 0.0
+    _luck: float = 0.0
     # Draft tokens of recent blocks.
     _expected: float = 0.0
     _accepted: float = 0.0
@@ -206,8 +211,10 @@ class Controller:
         state.plain_tokens = 0
         was_doubtful = state.is_doubtful
         state.misses = 0 if accepted else state.misses + 1
-        if state.is_doubtful != was_doubtful:
-            self.reconsider()
+        if state.is_doubtful and not was_doubtful:
+            state.usual_len, state.draft_len = drafted, min(drafted, 1)
+        elif was_doubtful and not state.is_doubtful:
+            state.draft_len = max(drafted, state.usual_len)
         if state.misses and (1.0 - state.before_misses) ** state.misses < UNLIKELY_RUN:
             state.hits, state.trials = 0.5, state.misses + 1.0
             self.reconsider()
@@ -307,7 +314,7 @@ class Controller:
         rows = len(states) + len(fixed)
         self._rows = rows
         longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)
-        alphas = _pooled(states)
+        alphas = self._pooled(states)
         for state, alpha in zip(states, alphas, strict=True):
             state.chance = alpha
         longests = [min(longest, 1) if state.is_doubtful else longest for state in states]
@@ -338,6 +345,25 @@ class Controller:
         self._decide_every = min(2 * self._decide_every, most) if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision = self._decide_every
         self.await_probes(states)
+
+    def _pooled(self, states: Sequence[Adaptation]) -> list[float]:
+        """The acceptance to expect of each request: its own estimate, drawn towards the mean, since
+        the best estimates owe a part to luck. The less the estimates of recent decisions differed
+        beyond what luck explains, the more the mean is worth (the method of moments for a
+        beta-binomial).
+        """
+        if not states:
+            return []
+        mean = sum(state.hits for state in states) / sum(state.trials for state in states)
+        if len(states) > 1:
+            luck, rows = mean * (1.0 - mean), len(states)
+            beyond = sum((state.acceptance - mean) ** 2 - luck / state.trials for state in states)
+            self._spread += (beyond / (rows - 1) - self._spread) / POOLED_DECISIONS
+            self._luck += (luck - self._luck) / POOLED_DECISIONS
+        pooled = MOST_POOLED_TOKENS
+        if self._spread > 0.0:
+            pooled = min(pooled, max(LEAST_POOLED_TOKENS, self._luck / self._spread - 1.0))
+        return [(state.hits + pooled * mean) / (state.trials + pooled) for state in states]
 
     def _set(self, state: Adaptation, draft_len: int, why_not: DraftLenReason, rows: int) -> None:
         if state.draft_len is not None and state.draft_len != draft_len:
@@ -442,22 +468,6 @@ def _best_beginning(
         if tokens > best_speed * ns:
             best, best_speed = index + 1, tokens / ns
     return best, best_speed
-
-
-def _pooled(states: Sequence[Adaptation]) -> list[float]:
-    """The acceptance to expect of each request: its own estimate, drawn towards the mean, since the
-    best estimates owe a part to luck. The less the estimates differ beyond what luck explains, the
-    more the mean is worth (the method of moments for a beta-binomial).
-    """
-    if not states:
-        return []
-    mean = sum(state.hits for state in states) / sum(state.trials for state in states)
-    luck = mean * (1.0 - mean)
-    beyond = sum((state.acceptance - mean) ** 2 - luck / state.trials for state in states)
-    pooled = MOST_POOLED_TOKENS
-    if beyond > 0.0:
-        pooled = min(pooled, max(LEAST_POOLED_TOKENS, luck * len(states) / beyond - 1.0))
-    return [(state.hits + pooled * mean) / (state.trials + pooled) for state in states]
 
 
 def _length(alpha: float, draft_len: int) -> float:
