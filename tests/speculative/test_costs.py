@@ -134,6 +134,16 @@ def test_a_slower_machine_slows_what_is_not_measured_alike() -> None:
     assert costs.draft_ns(1, 1) == pytest.approx(200, rel=0.1)
 
 
+def test_figures_in_use_take_no_part_of_the_machines_waves() -> None:
+    """Then plain decoding, which is not in use, would look cheap whenever the machine slows down."""
+    costs = flat_costs()
+    for steps in range(160):
+        factor = 1 if steps < 100 else 2
+        costs.note_step(1, [1, 1], 64, 200 * factor, 1000 * factor, 60_000)
+    assert costs._verify_ns(1, 3) == pytest.approx(costs._verify_ns(1, 1), rel=0.04)
+    assert costs.draft_ns(1, 1) == pytest.approx(costs._scale * 100, rel=0.04)
+
+
 def test_a_figure_that_was_off_is_corrected_beside_the_others() -> None:
     costs = flat_costs()
     for _ in range(400):

@@ -59,7 +59,7 @@ LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 UNLIKELY_RUN = 0.00003
 # Over about how many blocks, of all requests, what was accepted is compared with what was expected,
 # and what that comparison is worth at first, in tokens.
-TRUST_BLOCKS, TRUST_PRIOR_TOKENS = 128.0, 120.0
+TRUST_BLOCKS, TRUST_PRIOR_TOKENS, MOST_TRUST = 128.0, 120.0, 1.2
 LEAST_BLOCKS = 12  # with fewer of them, drafting was a mistake
 DOUBTFUL_MISSES = 2  # blocks without an accepted token; from here on a draft is one token
 PERFECT_ACCEPTANCE = 0.95  # if even this would not pay, the load is the reason
@@ -171,11 +171,12 @@ class Controller:
 
     @property
     def trust(self) -> float:
-        """The share of the expected draft tokens that are accepted. It is below 1 where texts
-        change faster than the estimates.
+        """The accepted draft tokens over those that were expected. Below 1 where texts change
+        faster than the estimates; a little above it where they do not, since hard stretches take
+        more steps, and so more of the estimates are made there.
         """
         prior = TRUST_PRIOR_TOKENS
-        return min(1.0, (self._accepted + prior) / (self._expected + prior))
+        return min(MOST_TRUST, (self._accepted + prior) / (self._expected + prior))
 
     def begin(self) -> Adaptation:
         """The state of a new request."""

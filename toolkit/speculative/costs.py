@@ -4,7 +4,9 @@
 start. Then every step corrects the figures. Two things move apart: the whole machine becomes
 slower or faster (another program runs), which changes all figures alike and often, and one figure
 is off (it was timed in a bad moment), which changes it alone and slowly.
-So there is a common scale that follows quickly, and each figure follows slowly.
+So there is a common scale that follows quickly, and each figure follows slowly; not at all while
+step after step is slower than expected, or faster, since then it is the machine. Otherwise the
+figures in use would take a part of every change, and look dear or cheap beside those that are not.
 
 A figure follows the median of what is measured, not the mean, because a step that is preempted
 takes ten times as long and says nothing: whether a step took longer or shorter than expected moves
@@ -26,6 +28,7 @@ SCALE_STEP, HOST_STEP = 0.02, 0.02
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
+TREND_STEPS = 8.0  # so many decide whether the machine changes
 FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 
@@ -56,7 +59,7 @@ class _Line:
         """context: tokens more than the base has."""
         return self._factors[rows] * (self._base[rows] + context * self._growth[rows])
 
-    def move(self, rows: int, *, up: bool, share: float = 1.0) -> None:
+    def move(self, rows: int, share: float, *, up: bool) -> None:
         step = self._steps[rows]
         self._factors[rows] *= _step(step * share, up=up)
         self._steps[rows] = max(FIGURE_STEP, step * FIGURE_STEP_FACTOR)
@@ -86,6 +89,7 @@ class StepCosts:
         self._probe = probe
         self._host = FIRST_HOST_NS
         self._scale = 1.0
+        self._trend = 0.0  # from -1, all steps are faster than expected, to 1
         for rows in range(1, len(figures.first)):
             for width in reversed(range(1, len(self._verify))):
                 self._keep_order(width, rows)
@@ -127,21 +131,23 @@ class StepCosts:
         self._context = max(0.0, context - self._base_context)
         width = 1 + sum(drafting) / rows
         is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
+        self._trend += ((1.0 if is_slower else -1.0) - self._trend) / TREND_STEPS
+        moves = max(0.0, 1.0 - 2.0 * abs(self._trend))
         below = int(width)
         part = width - below
-        self._verify[below].move(rows, up=is_slower, share=1.0 - part)
+        self._verify[below].move(rows, moves * (1.0 - part), up=is_slower)
         self._keep_order(below, rows)
         if part:
-            self._verify[below + 1].move(rows, up=is_slower, share=part)
+            self._verify[below + 1].move(rows, moves * part, up=is_slower)
             self._keep_order(below + 1, rows)
         self._scale *= _step(SCALE_STEP, up=is_slower)
         if drafting:
             further = drafting[1:]
             expected = self.draft_ns(drafting[0], 1) + sum(self.draft_ns(n, 2) for n in further)
             is_slower = draft_ns > expected
-            self._first.move(drafting[0], up=is_slower)
+            self._first.move(drafting[0], moves, up=is_slower)
             for count in set(further):
-                self._further.move(count, up=is_slower)
+                self._further.move(count, moves, up=is_slower)
         expected = self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1))
         self._host *= _step(HOST_STEP, up=host_ns > expected)
 
