@@ -135,7 +135,7 @@ def test_a_slower_machine_slows_what_is_not_measured_alike() -> None:
 
 
 def test_figures_in_use_take_no_part_of_the_machines_waves() -> None:
-    """Then plain decoding, which is not in use, would look cheap whenever the machine slows down."""
+    """Plain decoding, which is not in use, would look cheap whenever the machine slows down."""
     costs = flat_costs()
     for steps in range(160):
         factor = 1 if steps < 100 else 2
