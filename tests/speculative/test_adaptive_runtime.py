@@ -215,6 +215,23 @@ def test_the_schedule_is_an_upper_bound() -> None:
     assert max(len(event.token_ids) for event in alone.events) == 5
 
 
+def test_the_first_probe_of_a_request_reads_its_prompt() -> None:
+    """Its text began without drafts, so the draft has read nothing of it. With its context a draft
+    that is the target has everything right, and drafts from then on.
+    """
+    draft = engine(1, max_step_tokens=64)
+    runtime = adaptive(engine(1, max_step_tokens=64), draft)
+    assert runtime._adaptive is not None
+    runtime._adaptive.expected_acceptance = 0.01
+    prompt = tuple(range(30))
+    outcome = serve_one(runtime, make_request(prompt, 120))
+    probe_rows, probe_tokens = draft.forwards[0]
+    assert probe_rows == 1
+    assert probe_tokens > len(prompt)
+    assert outcome.stats.draft_probes == 1
+    assert outcome.stats.accepted == outcome.stats.drafted > 0
+
+
 def test_look_ups_that_fail_are_given_up_and_probed() -> None:
     """Their probes look only at what was written since the text was last indexed."""
     drafter = NgramDrafter(2)

@@ -49,6 +49,8 @@ SWITCH_GAIN = 0.015  # of the speed of one row; below it, lengths stay as they a
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
+# While no estimate has moved by so much, a decision stands, so many times.
+CHANCE_THAT_MATTERS, MOST_CONFIRMATIONS = 0.02, 4
 PROBE_TOKENS = 12  # that one probe compares, at most
 FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
 PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while nothing was seen
@@ -107,7 +109,8 @@ class Adaptation:
     hits: float
     trials: float
     draft_len: int | None = None
-    chance: float = FIRST_ACCEPTANCE  # `acceptance`, as the last decision took it
+    chance: float = FIRST_ACCEPTANCE  # `acceptance`, drawn towards that of the others
+    decided_chance: float = -1.0  # `chance`, when all lengths were compared last
     reason: DraftLenReason = "pays"
     changes: int = 0  # of draft_len
     probes: int = 0
@@ -159,7 +162,9 @@ class Controller:
     # Of the last decision: its rows, its longest draft, the worth of the least draft token that it
     # took, and why a row that drafts nothing does not.
     _rows: int = 0
+    _longest: int = 0  # that was allowed
     _deepest: int = 0
+    _confirmations: int = 0  # since then
     _least_worth: float = math.inf
     _why_not: DraftLenReason = "acceptance"
     # By how much recent requests differed beyond luck, and what luck explains: see _pooled.
@@ -313,11 +318,17 @@ class Controller:
         of further rows of the step, which are not ours to choose.
         """
         rows = len(states) + len(fixed)
-        self._rows = rows
         longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)
         alphas = self._pooled(states)
         for state, alpha in zip(states, alphas, strict=True):
             state.chance = alpha
+        if self._stands(states, longest) and rows == self._rows and not fixed:
+            self._confirmations += 1
+            self._wait(states, is_steady=True)
+            return
+        self._rows, self._longest, self._confirmations = rows, longest, 0
+        for state in states:
+            state.decided_chance = state.chance
         longests = [min(longest, 1) if state.is_doubtful else longest for state in states]
         best = self._best(alphas, longests, fixed)
         present = [
@@ -342,6 +353,20 @@ class Controller:
             if length:
                 self._least_worth = min(self._least_worth, self.trust * alpha**length)
             self._set(state, length, self._why_not, rows)
+        self._wait(states, is_steady=is_steady)
+
+    def _stands(self, states: Sequence[Adaptation], longest: int) -> bool:
+        """Whether the last decision holds for these rows, if nothing else has changed."""
+        return (
+            self._confirmations < MOST_CONFIRMATIONS
+            and longest == self._longest
+            and all(
+                abs(state.chance - state.decided_chance) < CHANCE_THAT_MATTERS for state in states
+            )
+        )
+
+    def _wait(self, states: Sequence[Adaptation], *, is_steady: bool) -> None:
+        """Until the next decision, and the next probe."""
         most = DECIDE_EVERY_STEADY_STEPS if self._deepest else DECIDE_EVERY_IDLE_STEPS
         self._decide_every = min(2 * self._decide_every, most) if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision = self._decide_every
