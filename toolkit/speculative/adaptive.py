@@ -39,12 +39,15 @@ __all__ = ["PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Cost
 
 # Before the first request has finished. Drafts of pairs that are worth serving do about as well.
 FIRST_ACCEPTANCE = 0.7
-# How many draft tokens the estimate from earlier requests is worth to a new one.
-PRIOR_TOKENS = 4.0
+# How many draft tokens the estimate from earlier requests is worth to a new one, at least and at
+# most: the more alike they were, the more. At least holds until so many have finished.
+LEAST_PRIOR_TOKENS, MOST_PRIOR_TOKENS, PRIOR_REQUESTS = 4.0, 24.0, 8
 # How many draft tokens of a request the mean of all running ones is worth, at least and at most.
 # It is estimated from about so many decisions.
 LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 2.0, 32.0, 16.0
-SWITCH_GAIN = 0.015  # of the speed of one row; below it, lengths stay as they are
+# Of the speed of one row; below it, lengths stay as they are. To end the drafts of a row has to
+# gain more, since nothing is learned then, and it takes a while until they come back.
+SWITCH_GAIN, END_GAIN = 0.015, 0.05
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
@@ -156,6 +159,7 @@ class Controller:
     max_draft_len: int
     expected_acceptance: float = FIRST_ACCEPTANCE  # of a new request
     _finished: int = 0
+    _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
     _steps_until_decision: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
     _steps_until_probe: int = 0
@@ -185,15 +189,23 @@ class Controller:
 
     def begin(self) -> Adaptation:
         """The state of a new request."""
-        return Adaptation(self.expected_acceptance * PRIOR_TOKENS, PRIOR_TOKENS)
+        prior, luck = (
+            LEAST_PRIOR_TOKENS,
+            self.expected_acceptance * (1.0 - self.expected_acceptance),
+        )
+        if self._finished >= PRIOR_REQUESTS:
+            prior = _worth_of_the_mean(luck, self._finished_spread, prior, MOST_PRIOR_TOKENS)
+        return Adaptation(self.expected_acceptance * prior, prior)
 
     def finish(self, state: Adaptation) -> None:
         """Learn from a finished request what to expect of the next one."""
-        if state.total_trials < PRIOR_TOKENS:
+        if state.total_trials < LEAST_PRIOR_TOKENS:
             return
         self._finished = min(self._finished + 1, self.settings.window_requests)
-        rate = state.total_hits / state.total_trials
-        self.expected_acceptance += (rate - self.expected_acceptance) / (1 + self._finished)
+        expected, rate = self.expected_acceptance, state.total_hits / state.total_trials
+        beyond = (rate - expected) ** 2 - expected * (1.0 - expected) / state.total_trials
+        self._finished_spread += (beyond - self._finished_spread) / self._finished
+        self.expected_acceptance += (rate - expected) / (1 + self._finished)
 
     def reconsider(self) -> None:
         """Let `keeps` say no for the next step, whatever came before."""
@@ -337,7 +349,9 @@ class Controller:
         ]
         if present != best.draft_lens:
             kept_speed = self._speed(alphas, present, fixed)
-            if best.tokens_per_ns < kept_speed * (1.0 + SWITCH_GAIN / rows):
+            ends = sum(old > 0 == new for old, new in zip(present, best.draft_lens, strict=True))
+            gain = (SWITCH_GAIN + END_GAIN * ends) / rows
+            if best.tokens_per_ns < kept_speed * (1.0 + gain):
                 best = _Plan(present, kept_speed)
         is_steady = [state.draft_len for state in states] == best.draft_lens
         is_loaded: bool | None = None
@@ -374,9 +388,7 @@ class Controller:
 
     def _pooled(self, states: Sequence[Adaptation]) -> list[float]:
         """The acceptance to expect of each request: its own estimate, drawn towards the mean, since
-        the best estimates owe a part to luck. The less the estimates of recent decisions differed
-        beyond what luck explains, the more the mean is worth (the method of moments for a
-        beta-binomial).
+        the best estimates owe a part to luck.
         """
         if not states:
             return []
@@ -386,9 +398,9 @@ class Controller:
             beyond = sum((state.acceptance - mean) ** 2 - luck / state.trials for state in states)
             self._spread += (beyond / (rows - 1) - self._spread) / POOLED_DECISIONS
             self._luck += (luck - self._luck) / POOLED_DECISIONS
-        pooled = MOST_POOLED_TOKENS
-        if self._spread > 0.0:
-            pooled = min(pooled, max(LEAST_POOLED_TOKENS, self._luck / self._spread - 1.0))
+        pooled = _worth_of_the_mean(
+            self._luck, self._spread, LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS
+        )
         return [(state.hits + pooled * mean) / (state.trials + pooled) for state in states]
 
     def _set(self, state: Adaptation, draft_len: int, why_not: DraftLenReason, rows: int) -> None:
@@ -494,6 +506,15 @@ def _best_beginning(
         if tokens > best_speed * ns:
             best, best_speed = index + 1, tokens / ns
     return best, best_speed
+
+
+def _worth_of_the_mean(luck: float, spread: float, least: float, most: float) -> float:
+    """How many of a request's own tokens the mean of all is worth. The less requests differ beyond
+    what luck explains, the more (the method of moments for a beta-binomial).
+
+    luck: the variance of one token. spread: the variance of the requests, without what luck adds.
+    """
+    return most if spread <= 0.0 else min(most, max(least, luck / spread - 1.0))
 
 
 def _length(alpha: float, draft_len: int) -> float:
