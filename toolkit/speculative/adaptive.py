@@ -189,13 +189,11 @@ class Controller:
 
     def begin(self) -> Adaptation:
         """The state of a new request."""
-        prior, luck = (
-            LEAST_PRIOR_TOKENS,
-            self.expected_acceptance * (1.0 - self.expected_acceptance),
-        )
+        expected, prior = self.expected_acceptance, LEAST_PRIOR_TOKENS
         if self._finished >= PRIOR_REQUESTS:
+            luck = expected * (1.0 - expected)
             prior = _worth_of_the_mean(luck, self._finished_spread, prior, MOST_PRIOR_TOKENS)
-        return Adaptation(self.expected_acceptance * prior, prior)
+        return Adaptation(expected * prior, prior)
 
     def finish(self, state: Adaptation) -> None:
         """Learn from a finished request what to expect of the next one."""
@@ -370,9 +368,12 @@ class Controller:
         self._wait(states, is_steady=is_steady)
 
     def _stands(self, states: Sequence[Adaptation], longest: int) -> bool:
-        """Whether the last decision holds for these rows, if nothing else has changed."""
+        """Whether the last decision holds for these rows, if nothing else has changed. Without
+        drafts no estimate moves, but costs do.
+        """
         return (
-            self._confirmations < MOST_CONFIRMATIONS
+            self._deepest > 0
+            and self._confirmations < MOST_CONFIRMATIONS
             and longest == self._longest
             and all(
                 abs(state.chance - state.decided_chance) < CHANCE_THAT_MATTERS for state in states
