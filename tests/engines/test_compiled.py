@@ -418,7 +418,7 @@ def test_folder_without_config_is_no_engine(tmp_path: Path) -> None:
 
 def test_engine_of_another_format_is_refused(copied: Path) -> None:
     edit(copied, lambda config: config["toolkit"].update(format=99))
-    with pytest.raises(StageError, match="engine format 99 is not 6"):
+    with pytest.raises(StageError, match=f"engine format 99 is not {FORMAT}"):
         loader("torch").load(copied)
 
 
