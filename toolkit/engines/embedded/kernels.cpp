@@ -806,14 +806,31 @@ struct Queries {
   int64_t reach;
 };
 
-// The scores of Q queries, from `first` on, at V vectors of positions within a block. The head's keys
-// are stored [capacity / kBlock, dim, kBlock].
+// The caches of one KV head of one slot; null: none.
+template <typename C>
+struct Region {
+  C *keys, *values;  // [capacity / kBlock, dim, kBlock], [capacity, padded]
+};
+
+// Prefetch `count` numbers of a cache, unless there is none. GCC 12 takes a function that only
+// prefetches for one without effects, and drops calls that it has not inlined.
+template <typename C>
+[[gnu::always_inline]] inline void prefetch_numbers(const C* from, int64_t at, int64_t count) {
+  if (!from) return;
+  for (int64_t i = 0; i < count; i += 64 / sizeof(C)) __builtin_prefetch(from + at + i, 0, 2);
+}
+
+// The scores of Q queries, from `first` on, at V vectors of positions within a block. The same keys of
+// the region that comes next are on their way meanwhile: those of a sequence lie far from those of the
+// others, so nothing else would fetch them.
 template <typename C, int Q, int V>
-void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int64_t place) {
+void score(const Queries& all, const C* keys, const C* next, const Heads& h, int64_t first, int64_t place) {
   const float* q = all.rotated + first * h.padded;
-  const C* block = keys + key_at(h, 0, place);
+  int64_t begin = key_at(h, 0, place);
+  const C* block = keys + begin;
   Floats sum[Q][V] = {};
   for (int64_t d = 0; d < h.dim; ++d) {
+    prefetch_numbers(next, begin + d * kBlock, V * kLanes);
     Floats key[V];
     for (int j = 0; j < V; ++j) key[j] = widen(block + d * kBlock + j * kLanes), keep_loaded(key[j]);
     for (int i = 0; i < Q; ++i)
@@ -823,14 +840,14 @@ void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int
     for (int j = 0; j < V; ++j) store(all.scores + (first + i) * all.reach + place + j * kLanes, sum[i][j]);
 }
 
-// mixed[i], D vectors from d on = sum over positions of scores[i] * value; values are stored [capacity,
-// padded]. Several vectors of dims are summed at a time, since a single sum would have to wait
-// for each of its additions.
+// mixed[i], D vectors from d on = sum over positions of scores[i] * value. Several vectors of dims are
+// summed at a time, since a single sum would have to wait for each of its additions. `next` as above.
 template <typename C, int Q, int D>
-void mix(const Queries& all, const C* values, const Heads& h, int64_t first, int64_t begin, int64_t end, int64_t d) {
+void mix(const Queries& all, const C* values, const C* next, const Heads& h, int64_t first, int64_t begin, int64_t end, int64_t d) {
   const float* p = all.scores + first * all.reach;
   Floats sum[Q][D] = {};
   for (int64_t s = begin; s < end; ++s) {
+    prefetch_numbers(next, s * h.padded + d, D * kLanes);
     Floats value[D];
     for (int j = 0; j < D; ++j) value[j] = widen(values + s * h.padded + d + j * kLanes), keep_loaded(value[j]);
     for (int i = 0; i < Q; ++i)
@@ -884,21 +901,22 @@ inline float softmax(float* scores, int64_t begin, int64_t end, int64_t from, in
   return sum(total);
 }
 
-// The attention of these queries is mixed / sums.
+// The attention of these queries is mixed / sums. The first of them fetch the region that comes next.
 template <typename C>
-void attend_to(Queries& all, int64_t count, const C* keys, const C* values, const Heads& h, int64_t window) {
+void attend_to(Queries& all, int64_t count, Region<C> here, Region<C> next, const Heads& h, int64_t window) {
+  auto then = [&](int64_t q) { return q == 0 ? next : Region<C>{}; };
   auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
   int64_t begin = from(*std::min_element(all.at, all.at + count)), end = *std::max_element(all.at, all.at + count) + 1;
   int64_t first = begin / kBlock * kBlock, last = (end + kLanes - 1) / kLanes * kLanes, place = first;
   for (; place + kWide * kLanes <= last; place += kWide * kLanes)
-    together(count, [&]<int Q>(int64_t q) { score<C, Q, kWide>(all, keys, h, q, place); });
-  for (; place < last; place += kLanes) together(count, [&]<int Q>(int64_t q) { score<C, Q, 1>(all, keys, h, q, place); });
+    together(count, [&]<int Q>(int64_t q) { score<C, Q, kWide>(all, here.keys, then(q).keys, h, q, place); });
+  for (; place < last; place += kLanes) together(count, [&]<int Q>(int64_t q) { score<C, Q, 1>(all, here.keys, then(q).keys, h, q, place); });
   for (int64_t i = 0; i < count; ++i) all.sums[i] = softmax(all.scores + i * all.reach, first, last, from(all.at[i]), all.at[i] + 1);
   together(count, [&]<int Q>(int64_t q) {
     int64_t d = 0;
-    for (; d + kWide * kLanes <= h.padded; d += kWide * kLanes) mix<C, Q, kWide>(all, values, h, q, begin, end, d);
-    for (; d + 2 * kLanes <= h.padded; d += 2 * kLanes) mix<C, Q, 2>(all, values, h, q, begin, end, d);
-    for (; d < h.padded; d += kLanes) mix<C, Q, 1>(all, values, h, q, begin, end, d);
+    for (; d + kWide * kLanes <= h.padded; d += kWide * kLanes) mix<C, Q, kWide>(all, here.values, then(q).values, h, q, begin, end, d);
+    for (; d + 2 * kLanes <= h.padded; d += 2 * kLanes) mix<C, Q, 2>(all, here.values, then(q).values, h, q, begin, end, d);
+    for (; d < h.padded; d += kLanes) mix<C, Q, 1>(all, here.values, then(q).values, h, q, begin, end, d);
   });
 }
 
@@ -953,6 +971,10 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
   constexpr bool kFp8 = std::is_same_v<C, CachedFp8>;
   float k_scale = kFp8 ? *how.k_scale : 1.0f, v_scale = kFp8 ? *how.v_scale : 1.0f;
   C *key_cache = static_cast<C*>(how.keys.mutable_data_ptr()), *value_cache = static_cast<C*>(how.values.mutable_data_ptr());
+  auto region = [&](int64_t b, int64_t head) {
+    int64_t place = slot[b] * h.kv_heads + head;
+    return Region<C>{key_cache + place * h.dim * h.capacity, value_cache + place * h.capacity * h.padded};
+  };
   int64_t longest = 0, most = 1;
   for (int64_t b = 0; b < batch; ++b) {
     int64_t n = count_of(b);
@@ -978,8 +1000,9 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
       int64_t b = order[task / h.kv_heads], head = task % h.kv_heads, n = count_of(b), queries = group * n;
       const float* of_row = qkv + start[b] * stride;
       float* to_row = out + start[b] * h.heads * h.dim;
-      C* keys = key_cache + (slot[b] * h.kv_heads + head) * h.dim * h.capacity;
-      C* values = value_cache + (slot[b] * h.kv_heads + head) * h.capacity * h.padded;
+      Region<C> here = region(b, head);
+      int64_t upcoming = next;
+      Region<C> then = upcoming < tasks ? region(order[upcoming / h.kv_heads], upcoming % h.kv_heads) : Region<C>{};
       for (int64_t t = 0; t < n; ++t) {
         const float* token = of_row + t * stride;
         int64_t place = length[b] + t;
@@ -987,10 +1010,10 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
         const float* v = token + (h.heads + h.kv_heads + head) * h.dim;
         for (int64_t d = 0; d < h.dim; d += kLanes) {
           int64_t count = std::min(kLanes, h.dim - d);
-          keep(values + place * h.padded + d, load(v + d, count), v_scale);
+          keep(here.values + place * h.padded + d, load(v + d, count), v_scale);
           C column[kLanes];
           keep(column, load<Floats>(all.rotated + d), k_scale);
-          for (int64_t i = 0; i < count; ++i) keys[key_at(h, d + i, place)] = column[i];
+          for (int64_t i = 0; i < count; ++i) here.keys[key_at(h, d + i, place)] = column[i];
         }
       }
       for (int64_t q = 0; q < queries; q += kQueries) {
@@ -1002,7 +1025,7 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
           for (int64_t d = 0; d < h.dim; ++d) to[d] *= scale;
           all.at[i] = at;
         }
-        attend_to(all, count, keys, values, h, window);
+        attend_to(all, count, here, q == 0 ? then : Region<C>{}, h, window);
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group;
           float* to = to_row + (t * h.heads + which) * h.dim;
