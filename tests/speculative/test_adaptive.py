@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
+from toolkit.speculative.adaptive import (
+    DECIDE_EVERY_STEPS,
+    DOUBTFUL_MISSES,
+    IDLE_DECISIONS,
+    PRIOR_REQUESTS,
+    PROBE_TOKENS,
+    STALE_TOKENS,
+    Adaptation,
+    AdaptiveSettings,
+    Controller,
+)
 
 LONGEST = 5
 OUTPUT_TOKENS = 192
@@ -238,9 +249,37 @@ def test_another_load_is_decided_for_at_once() -> None:
     decider = controller(Costs(verify=(1.0, 1.05, 1.1, 1.15, 1.2, 1.25), per_row=0.0))
     states = [Adaptation(900.0, 1000.0), Adaptation(900.0, 1000.0)]
     decider.choose(states)
-    decider.costs = Costs(verify=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    assert states[0].draft_len == 5
+    decider.costs = Costs(verify=(1.0, 1.8, 3.0, 4.0, 5.0, 6.0), draft=0.0)
     decider.choose(states[:1])
-    assert states[0].draft_len == 0
+    assert states[0].draft_len == 1
+
+
+def test_drafts_end_when_two_decisions_want_it() -> None:
+    """One may be luck: a few hard words. What is decided again at once is the second."""
+    decider = controller(Costs(verify=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)))
+    state = Adaptation(900.0, 1000.0, draft_len=3)
+    decider.choose([state])
+    assert state.draft_len == 3
+    assert [decider.keeps(1) for _ in range(DECIDE_EVERY_STEPS)][-2:] == [True, False]
+    decider.choose([state])
+    assert state.draft_len == 0
+
+
+def test_a_first_wish_to_end_drafts_is_forgotten_if_the_second_decision_has_none() -> None:
+    pays, does_not = Costs(), Costs(verify=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    decider = controller(does_not)
+    state = Adaptation(900.0, 1000.0, draft_len=3)
+    for decider.costs in (does_not, pays, does_not):
+        decider.choose([state])
+        assert state.draft_len
+
+
+def test_a_doubtful_row_ends_its_drafts_at_once() -> None:
+    decider = controller()
+    state = Adaptation(0.5, 4.0, draft_len=1, misses=DOUBTFUL_MISSES)
+    decider.choose([state])
+    assert state.draft_len == 0
 
 
 def test_one_row_more_or_less_among_many_keeps_the_lengths() -> None:
@@ -349,7 +388,59 @@ def test_ending_the_drafts_of_a_row_has_to_gain_more_than_a_shorter_one() -> Non
     assert chosen(controller(pays_little), fresh) == [0]
     assert chosen(controller(pays_little), drafting) == [1]
     drafting.hits = 440.0
-    assert chosen(controller(pays_little), drafting) == [0]
+    decider = controller(pays_little)
+    assert [chosen(decider, drafting), chosen(decider, drafting)] == [[1], [0]]
+
+
+def test_an_old_estimate_returns_to_what_requests_have_in_general() -> None:
+    """Drafts mostly end in a hard place, and what comes behind it is not seen."""
+    decider = controller()
+    for _ in range(8 * PRIOR_REQUESTS):
+        decider.finish(Adaptation(1.0, 1.0, total_hits=90.0, total_trials=100.0))
+    expected = decider.expected_acceptance
+    plain, drafting = (Adaptation(6.0, 20.0, draft_len=length) for length in (0, 2))
+    for state in (plain, drafting):
+        decider.note_plain(state, int(STALE_TOKENS))
+    assert plain.acceptance == pytest.approx(expected - (expected - 0.3) / math.e)
+    assert (plain.trials, drafting.acceptance) == (20.0, 0.3)
+
+
+def test_an_old_estimate_stays_as_long_as_no_other_request_told_more() -> None:
+    state = Adaptation(0.0, 20.0, draft_len=0)
+    controller().note_plain(state, 1000)
+    assert state.acceptance == 0.0
+
+
+def test_where_requests_differ_an_old_estimate_lasts() -> None:
+    decider = controller()
+    for number in range(4 * PRIOR_REQUESTS):
+        hits = 90.0 if number % 2 else 0.0
+        decider.finish(Adaptation(1.0, 1.0, total_hits=hits, total_trials=100.0))
+    state = Adaptation(18.0, 20.0, draft_len=0)
+    decider.note_plain(state, int(STALE_TOKENS))
+    assert state.acceptance > 0.87
+
+
+def test_requests_that_showed_nothing_yet_do_not_make_all_look_alike() -> None:
+    """Every row begins with the same estimate."""
+    decider = controller()
+    known = [Adaptation(hits, 16.0, total_trials=16.0) for hits in (0.0, 15.0)]
+    for _ in range(100):
+        decider.choose([*known, *(Adaptation(2.0, 4.0) for _ in range(14))])
+    assert known[0].chance < 0.1
+    assert known[1].chance > 0.85
+
+
+def test_distrust_is_forgotten_where_nothing_is_drafted() -> None:
+    decider = controller()
+    state = Adaptation(20.0, 20.0, draft_len=5)
+    for _ in range(40):
+        decider.note_block(state, 5, 0)
+    least = decider.trust
+    assert least < 0.8
+    for _ in range(2 * int(IDLE_DECISIONS)):
+        chosen(decider, Adaptation(0.0, 20.0))
+    assert decider.trust > (1.0 + least) / 2
 
 
 def test_a_request_that_saw_no_drafts_teaches_nothing() -> None:

@@ -53,7 +53,7 @@ def test_the_engines_are_timed_and_left_free() -> None:
     for rows in range(1, 7):  # 3 and 5 are interpolated
         first, second = costs.draft_ns(rows, 1), costs.draft_ns(rows, 2)
         assert [first, second] == pytest.approx([1000 + 100 * rows] * 2)
-        one, four = costs.step_ns(rows, 1), costs.step_ns(rows, 4)
+        one, four = costs._verify_ns(rows, 1), costs._verify_ns(rows, 4)
         assert four - one == pytest.approx(300 * rows)
     assert costs.probe_ns(1) > costs.draft_ns(1, 1)
     assert [target.length(slot) for slot in range(6)] == [0] * 6
@@ -149,8 +149,8 @@ def test_a_figure_that_was_off_is_corrected_beside_the_others() -> None:
     for _ in range(400):
         costs.note_step(1, [], 64, 0, 1000, 60_000)
         costs.note_step(1, [1, 1], 64, 200, 1500, 60_000)
-    host = costs.step_ns(1, 1) - 1000
-    assert costs.step_ns(1, 3) - host == pytest.approx(1500, rel=0.05)
+    verify_ns = costs._scale * costs._verify_ns(1, 3)
+    assert verify_ns == pytest.approx(1500, rel=0.05)
 
 
 def test_a_step_of_different_lengths_corrects_the_figures_beside_it() -> None:
@@ -159,8 +159,35 @@ def test_a_step_of_different_lengths_corrects_the_figures_beside_it() -> None:
     for _ in range(600):
         costs.note_step(2, [], 64, 0, 1000, 60_000)
         costs.note_step(2, [1], 64, 100, 1250, 60_000)
-    host = costs.step_ns(2, 1) - 1000
-    assert costs.step_ns(2, 1.5) - host == pytest.approx(1250, rel=0.05)
+    verify_ns = costs._scale * costs._verify_ns(2, 1.5)
+    assert verify_ns == pytest.approx(1250, rel=0.05)
+
+
+def test_the_host_has_more_to_do_where_rows_draft() -> None:
+    """Seen from steps of either kind."""
+    for drafting, host_ns in (([], 30_000), ([1, 1], 60_000)):
+        costs = flat_costs()
+        for _ in range(200):
+            costs.note_step(1, drafting, 64, 200, 1000, host_ns)
+        forward_ns = costs._scale * 1000
+        assert costs.step_ns(1, 1) - forward_ns == pytest.approx(30_000, rel=0.05)
+        assert costs.step_ns(1, 3) - forward_ns == pytest.approx(60_000, rel=0.05)
+
+
+def test_plain_steps_are_timed_when_they_have_settled() -> None:
+    """They become faster for some steps behind wider ones."""
+
+    class Settling(TimedEngine):
+        behind_wide = 0
+
+        def forward(self, slots: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+            self.behind_wide = 0 if tokens.shape[1] > 1 else self.behind_wide + 1
+            clock.now += 10_000 if self.behind_wide <= 6 else 0
+            return super().forward(slots, tokens, **options)
+
+    clock = Clock()
+    costs = measured_costs(Settling(clock), None, 2, clock)
+    assert costs._verify_ns(1, 2) - costs._verify_ns(1, 1) > 10_000
 
 
 def test_a_step_that_was_preempted_says_nothing() -> None:

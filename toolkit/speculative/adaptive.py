@@ -39,18 +39,19 @@ __all__ = ["PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Cost
 
 # Before the first request has finished. Drafts of pairs that are worth serving do about as well.
 FIRST_ACCEPTANCE = 0.7
-# How many draft tokens the estimate from earlier requests is worth to a new one, at least and at
-# most: the more alike they were, the more. At least holds until so many have finished.
-LEAST_PRIOR_TOKENS, MOST_PRIOR_TOKENS, PRIOR_REQUESTS = 4.0, 24.0, 8
+# How many draft tokens the estimate from earlier requests is worth to a new one: the more alike
+# they were, the more. The first figure holds until so many have finished.
+FIRST_PRIOR_TOKENS, LEAST_PRIOR_TOKENS, MOST_PRIOR_TOKENS, PRIOR_REQUESTS = 4.0, 1.0, 24.0, 8
+KNOWN_TOKENS = 4.0  # of a request's own; with fewer it tells nothing of requests in general
 # How many draft tokens of a request the mean of all running ones is worth, at least and at most.
 # It is estimated from about so many decisions.
-LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 2.0, 32.0, 16.0
+LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # Of the speed of one row; below it, lengths stay as they are. To end the drafts of a row has to
 # gain more, since nothing is learned then, and it takes a while until they come back.
 SWITCH_GAIN, END_GAIN = 0.015, 0.05
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 32
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # While no estimate has moved by so much, a decision stands, so many times.
 CHANCE_THAT_MATTERS, MOST_CONFIRMATIONS = 0.02, 4
@@ -62,9 +63,12 @@ PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
 UNLIKELY_RUN = 0.00003
+# Over about so many tokens without a draft an estimate is forgotten, where requests are alike.
+STALE_TOKENS = 64.0
 # Over about how many blocks, of all requests, what was accepted is compared with what was expected,
 # and what that comparison is worth at first, in tokens.
 TRUST_BLOCKS, TRUST_PRIOR_TOKENS, MOST_TRUST = 128.0, 120.0, 1.2
+IDLE_DECISIONS = 64.0  # without drafts: over about so many that comparison is forgotten
 LEAST_BLOCKS = 12  # with fewer of them, drafting was a mistake
 DOUBTFUL_MISSES = 2  # blocks without an accepted token; from here on a draft is one token
 PERFECT_ACCEPTANCE = 0.95  # if even this would not pay, the load is the reason
@@ -168,6 +172,7 @@ class Controller:
     _rows: int = 0
     _longest: int = 0  # that was allowed
     _deepest: int = 0
+    _wants_ends: bool = False  # of a row that is not doubtful
     _confirmations: int = 0  # since then
     _least_worth: float = math.inf
     _why_not: DraftLenReason = "acceptance"
@@ -189,15 +194,21 @@ class Controller:
 
     def begin(self) -> Adaptation:
         """The state of a new request."""
-        expected, prior = self.expected_acceptance, LEAST_PRIOR_TOKENS
-        if self._finished >= PRIOR_REQUESTS:
-            luck = expected * (1.0 - expected)
-            prior = _worth_of_the_mean(luck, self._finished_spread, prior, MOST_PRIOR_TOKENS)
-        return Adaptation(expected * prior, prior)
+        prior = self._prior_tokens()
+        return Adaptation(self.expected_acceptance * prior, prior)
+
+    def _prior_tokens(self) -> float:
+        """How many of a request's own draft tokens the estimate from finished ones is worth."""
+        if self._finished < PRIOR_REQUESTS:
+            return FIRST_PRIOR_TOKENS
+        luck = self.expected_acceptance * (1.0 - self.expected_acceptance)
+        return _worth_of_the_mean(
+            luck, self._finished_spread, LEAST_PRIOR_TOKENS, MOST_PRIOR_TOKENS
+        )
 
     def finish(self, state: Adaptation) -> None:
         """Learn from a finished request what to expect of the next one."""
-        if state.total_trials < LEAST_PRIOR_TOKENS:
+        if state.total_trials < KNOWN_TOKENS:
             return
         self._finished = min(self._finished + 1, self.settings.window_requests)
         expected, rate = self.expected_acceptance, state.total_hits / state.total_trials
@@ -236,8 +247,15 @@ class Controller:
             self.reconsider()
 
     def note_plain(self, state: Adaptation, tokens: int) -> None:
-        """Output tokens came without a draft."""
+        """Output tokens came without a draft. The more of them, the less is known of the text as it
+        is now, so the estimate returns to what requests have in general; the sooner, the more alike
+        they are.
+        """
         state.plain_tokens += tokens
+        if state.draft_len == 0 and self._finished >= PRIOR_REQUESTS:
+            stale = tokens * self._prior_tokens() / MOST_PRIOR_TOKENS
+            kept = math.exp(-stale / STALE_TOKENS)
+            state.hits = kept * state.hits + (1.0 - kept) * state.trials * self.expected_acceptance
 
     def note_probe(self, state: Adaptation, shares: Sequence[float], rows: int) -> None:
         """A probe looked at the last output tokens. shares: for each of them, in order, the
@@ -341,19 +359,15 @@ class Controller:
             state.decided_chance = state.chance
         longests = [min(longest, 1) if state.is_doubtful else longest for state in states]
         best = self._best(alphas, longests, fixed)
-        present = [
-            new if state.draft_len is None else min(state.draft_len, most)
-            for state, new, most in zip(states, best.draft_lens, longests, strict=True)
-        ]
-        if present != best.draft_lens:
-            kept_speed = self._speed(alphas, present, fixed)
-            ends = sum(old > 0 == new for old, new in zip(present, best.draft_lens, strict=True))
-            gain = (SWITCH_GAIN + END_GAIN * ends) / rows
-            if best.tokens_per_ns < kept_speed * (1.0 + gain):
-                best = _Plan(present, kept_speed)
-        is_steady = [state.draft_len for state in states] == best.draft_lens
+        best = self._settled(states, alphas, longests, best, fixed)
+        is_same = [state.draft_len for state in states] == best.draft_lens
+        is_steady = is_same and not self._wants_ends
         is_loaded: bool | None = None
         self._deepest = max(best.draft_lens, default=0)
+        if not self._deepest:
+            # Nothing corrects it now, and it must not hold for ever.
+            self._expected -= self._expected / IDLE_DECISIONS
+            self._accepted -= self._accepted / IDLE_DECISIONS
         self._least_worth, self._why_not = math.inf, "acceptance"
         for state, alpha, draft_len in zip(states, alphas, best.draft_lens, strict=True):
             is_too_short = _length(alpha, longest) < self.settings.min_acceptance_length
@@ -367,12 +381,44 @@ class Controller:
             self._set(state, length, self._why_not, rows)
         self._wait(states, is_steady=is_steady)
 
+    def _settled(
+        self,
+        states: Sequence[Adaptation],
+        alphas: Sequence[float],
+        longests: Sequence[int],
+        best: _Plan,
+        fixed: Sequence[int],
+    ) -> _Plan:
+        """The best lengths, or the present ones if that gains too little. The drafts of a row end
+        when a second decision in a row wants it: a few hard words may have been the reason for the
+        first, and what ends is not seen any more. A doubtful row has shown enough.
+        """
+        present = [
+            new if state.draft_len is None else min(state.draft_len, most)
+            for state, new, most in zip(states, best.draft_lens, longests, strict=True)
+        ]
+        kept_speed = self._speed(alphas, present, fixed)
+        ending = [
+            state
+            for state, old, new in zip(states, present, best.draft_lens, strict=True)
+            if old > 0 == new
+        ]
+        rows = len(states) + len(fixed)
+        gain = (SWITCH_GAIN + END_GAIN * len(ending)) / rows
+        is_worth_it = best.tokens_per_ns >= kept_speed * (1.0 + gain)
+        wanted_ends = self._wants_ends
+        self._wants_ends = is_worth_it and not all(state.is_doubtful for state in ending)
+        if not is_worth_it or (self._wants_ends and not wanted_ends):
+            return _Plan(present, kept_speed)
+        return best
+
     def _stands(self, states: Sequence[Adaptation], longest: int) -> bool:
         """Whether the last decision holds for these rows, if nothing else has changed. Without
         drafts no estimate moves, but costs do.
         """
         return (
             self._deepest > 0
+            and not self._wants_ends
             and self._confirmations < MOST_CONFIRMATIONS
             and longest == self._longest
             and all(
@@ -394,10 +440,12 @@ class Controller:
         if not states:
             return []
         mean = sum(state.hits for state in states) / sum(state.trials for state in states)
-        if len(states) > 1:
-            luck, rows = mean * (1.0 - mean), len(states)
-            beyond = sum((state.acceptance - mean) ** 2 - luck / state.trials for state in states)
-            self._spread += (beyond / (rows - 1) - self._spread) / POOLED_DECISIONS
+        # What a request begins with says nothing of how much requests differ.
+        known = [state for state in states if state.total_trials >= KNOWN_TOKENS]
+        if len(known) > 1:
+            luck = mean * (1.0 - mean)
+            beyond = sum((state.acceptance - mean) ** 2 - luck / state.trials for state in known)
+            self._spread += (beyond / (len(known) - 1) - self._spread) / POOLED_DECISIONS
             self._luck += (luck - self._luck) / POOLED_DECISIONS
         pooled = _worth_of_the_mean(
             self._luck, self._spread, LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS

@@ -22,6 +22,9 @@ __all__ = ["measured_costs"]
 NEAR_TOKENS, FAR_TOKENS, FILL_NS = 64, 256, 1_000_000_000
 # Of each number of rows, beside the first pass. After its share of the budget none begins.
 PASSES, BUDGET_NS = 20, 3_000_000_000
+# Behind drafts and wide forwards, plain steps become faster for about so many steps, since the
+# caches of the processor hold more and more of what they read.
+SETTLING_STEPS = 8
 
 
 def measured_costs(
@@ -147,7 +150,7 @@ class _Timer:
         behind it.
 
         As in truth, draft and target take turns, and like steps follow each other: caches hold what
-        they hold then. A pass takes two steps of every length, of which the second counts. A
+        they hold then. So a pass takes some steps of every length, of which the last counts. A
         machine may be half as fast for a second, and what counts is how the lengths compare: so a
         figure is its share of a pass, in the median, of the fastest pass.
         """
@@ -168,7 +171,8 @@ class _Timer:
         while not passes or (len(passes) <= PASSES and clock() - began < self._budget_ns):
             passes.append([])
             for draft_len in draft_lens:
-                step(draft_len)
+                for _ in range(1 if draft_len else SETTLING_STEPS):
+                    step(draft_len)
                 passes[-1] += step(draft_len)
         passes = passes[1:] or passes  # the first one allocates
         totals = [max(1, sum(times)) for times in passes]

@@ -29,8 +29,9 @@ SCALE_STEP, HOST_STEP = 0.02, 0.02
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 TREND_STEPS = 8.0  # so many decide whether the machine changes
-FIRST_HOST_NS = 60_000.0  # of a step with one row, before one has been measured
+FIRST_HOST_NS = 40_000.0  # of a plain step with one row, before one has been measured
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
+HOST_SHARE_OF_DRAFTS = 1.0  # what it adds that rows draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,11 @@ class StepCosts:
         return self._scale * line.at(rows, self._context)
 
     def step_ns(self, rows: int, width: float) -> float:
-        host = self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1))
-        return self._scale * self._verify_ns(rows, width) + host
+        return self._scale * self._verify_ns(rows, width) + self._host_ns(rows, width)
+
+    def _host_ns(self, rows: int, width: float) -> float:
+        drafts = min(1.0, width - 1.0) * HOST_SHARE_OF_DRAFTS
+        return self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1)) * (1.0 + drafts)
 
     def _verify_ns(self, rows: int, width: float) -> float:
         """Rows are packed by their own length, so a step of different lengths, whose mean this is,
@@ -148,8 +152,7 @@ class StepCosts:
             self._first.move(drafting[0], moves, up=is_slower)
             for count in set(further):
                 self._further.move(count, moves, up=is_slower)
-        expected = self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1))
-        self._host *= _step(HOST_STEP, up=host_ns > expected)
+        self._host *= _step(HOST_STEP, up=host_ns > self._host_ns(rows, width))
 
     def _keep_order(self, width: int, rows: int) -> None:
         """A wider forward is no faster. So a figure that was measured in a bad moment cannot make
