@@ -41,9 +41,10 @@ MINUTES ?= 5
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
-# Reports in a real headless Chromium (or Chrome), the tests' own and those of build/reports/; screenshots to look at.
+# Reports and the gateway's pages in a real headless Chromium (or Chrome), the tests' own reports and those of build/reports/;
+# screenshots to look at.
 browser-check: $(STAMP)
-	$(BIN)/python -m pytest tests/report/test_browser.py tests/gateway/test_rollout_page.py --screenshots build/browser-check
+	$(BIN)/python -m pytest tests/report/test_browser.py tests/gateway/test_rollout_page.py tests/gateway/test_page.py --screenshots build/browser-check
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 12) else "Python 3.10 to 3.12 is needed (make PYTHON=python3.11)")'

@@ -275,18 +275,35 @@ def test_an_error_says_its_outcome(
     assert (refused.value.outcome, str(refused.value)) == (outcome, text)
 
 
-def test_a_dead_model_process_is_no_refusal_of_the_request(serve: Callable[..., Any]) -> None:
-    client, _ = serve(
-        service_pb2.ModelStreamInferResponse(
-            error_message="Stub process 'tensorrt_llm_0_0' is not healthy."
-        )
-    )
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Stub process 'tensorrt_llm_0_0' is not healthy.",
+        "[error] the model's process was killed by signal 9",  # triton/native/backend.cpp
+        "[error] the model's process has died",
+        # of a model that the layout bls called
+        "[error] the model 'tensorrt_llm' failed: Stub process 'tensorrt_llm_0_0' is not healthy.",
+    ],
+)
+def test_a_dead_model_process_is_no_refusal_of_the_request(
+    serve: Callable[..., Any], message: str
+) -> None:
+    client, _ = serve(service_pb2.ModelStreamInferResponse(error_message=message))
     with pytest.raises(ServerUnavailable, match="the model's process has died"):
         list(client.stream("x"))
 
 
-def test_a_server_that_is_stopping_does_not_refuse_the_request(serve: Callable[..., Any]) -> None:
-    message = "[request id: 5] Server is stopping, scheduler for model has stopped accepting"
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[request id: 5] Server is stopping, scheduler for model has stopped accepting",
+        "[error] the model 'preprocessing' failed: Model preprocessing - Error when running"
+        " inference: Server not ready",
+    ],
+)
+def test_a_server_that_is_stopping_does_not_refuse_the_request(
+    serve: Callable[..., Any], message: str
+) -> None:
     client, _ = serve(service_pb2.ModelStreamInferResponse(error_message=message))
     with pytest.raises(ServerUnavailable, match="stopping"):
         list(client.stream("x"))

@@ -542,10 +542,17 @@ def translated(error: Any, url: str, timeout_s: float) -> ClientError:
 def refused(message: str, url: str) -> ClientError:
     """The exception for an error that the server answered with."""
     outcome, message = _outcome_of(message)
-    # Once the process has died, Triton answers every request with this message.
-    if message.startswith("Stub process") and "is not healthy" in message:
+    # Once the process has died, Triton's Python backend answers every request with the first
+    # message, and the toolkit's own backend with the second. The layout bls passes on the answer of
+    # the model that it called.
+    is_passed_on = outcome == "error" and message.startswith("the model '")
+    cause = message.partition("failed: ")[2] if is_passed_on else message
+    is_dead = cause.startswith("Stub process") and "is not healthy" in cause
+    if is_dead or cause.startswith("the model's process "):
         return ServerUnavailable(f"{url}: the model's process has died ({message})")
-    if "Server is stopping" in message:  # it takes no more requests, and says so without a code
+    # It takes no more requests, and says so without a code.
+    is_stopping = is_passed_on and cause.endswith("Server not ready")
+    if is_stopping or "Server is stopping" in cause:
         return ServerUnavailable(f"{url}: the server is stopping ({message})")
     return RequestRefused(message, outcome)
 

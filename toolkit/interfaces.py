@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from toolkit.words import (
     AttnBackend,
     BuilderChoice,
-    ComputeDtype,
     Device,
     DraftLenReason,
     EngineMode,
     FinishReason,
+    KvDtype,
     RequestAcceptance,
     Role,
     SpecDtype,
@@ -136,7 +136,8 @@ class RequestStats:
     reasons came up; together they are verify_steps. draft_len_changes: how often the length that is
     chosen for the request changed. draft_probes: how often it was asked whether drafts would pay
     again. reused_prompt_tokens: how many tokens of the prompt an earlier request left in the
-    target's KV cache; None if that is not known.
+    target's KV cache; None if that is not known. draft_failure: why the request went on without its
+    draft; None if it did not.
     """
 
     prompt_tokens: int
@@ -158,6 +159,7 @@ class RequestStats:
     draft_len_changes: int = 0
     draft_probes: int = 0
     reused_prompt_tokens: int | None = None
+    draft_failure: str | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -257,9 +259,9 @@ class Chain:
     tokens, 1 or more, which the engine chooses.
 
     temperature 0 chooses the most likely token, of equal ones the first. Else the softmax of logits
-    / temperature decides. With a race [count, vocab] float32, the token wins that is largest after
-    its probability is multiplied by its number there. Without one it is drawn, with one of the
-    uniforms [count] in [0, 1).
+    / temperature decides, after the filters top_k and top_p of `Sampling`. With a race [count,
+    vocab] float32, the token wins that is largest after its probability is multiplied by its number
+    there. Without one it is drawn, with one of the uniforms [count] in [0, 1).
     """
 
     slot: int
@@ -268,6 +270,8 @@ class Chain:
     temperature: float = 0.0
     uniforms: Sequence[float] = ()
     race: NDArray[Any] | None = None
+    top_k: int = 0
+    top_p: float = 1.0
 
     @property
     def is_drawn(self) -> bool:
@@ -286,6 +290,62 @@ class ChainingEngine(Protocol):
         vocab], which is undefined for chains that are not drawn; None if none is. From where logits
         are not finite on, the tokens of a chain are -1. A slot has grown by its tokens and count -
         1.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Verify steps of one sequence that an engine takes by itself.
+
+    slot: the sequence's, in both engines. unread: its last tokens, from the first that the draft
+    has not read; the target has read all but the last one. draft_len: tokens to draft in a step; 0:
+    plain steps. room: output tokens that are left. end_ids: tokens that end it. max_ns: no step
+    begins later than this after the first.
+
+    steps [most, draft_len + 6] int64 gets a row for each step: drafted tokens, accepted ones, ns in
+    the draft, ns in the target, the monotonic time at which its tokens were known, the drafts, and
+    the target's own token, -1 if its logits are not finite. Numbers behind these are undefined.
+    flags [2] int64: another thread sets the first to stop the burst before its next step; the
+    second counts the rows. event_fd: an eventfd that is written to after each row; -1: none.
+
+    sampling: temperature 0 for the most likely tokens; seed and penalties do not count. Above 0,
+    speculative sampling with uniforms [n] float64 in [0, 1): for each step one for each token to
+    draft, then one for each draft and one more. Or, with races [n, vocab] float32, noise of the
+    next n positions that draft and target share. See `Rejection` and `Coupled` in
+    toolkit.speculative.acceptance.
+    """
+
+    slot: int
+    unread: Sequence[int]
+    draft_len: int
+    room: int
+    end_ids: Sequence[int]
+    max_ns: int
+    steps: Tensor
+    flags: Tensor
+    event_fd: int = -1
+    sampling: Sampling = Sampling()
+    uniforms: Tensor | None = None
+    races: Tensor | None = None
+
+
+@runtime_checkable
+class BurstingEngine(Protocol):
+    """A StepEngine, of the target, that takes verify steps without its caller."""
+
+    def bursts_with(self, draft: StepEngine) -> bool:
+        """Whether this draft engine can draft in a burst."""
+        ...
+
+    def burst(self, draft: StepEngine | None, burst: Burst) -> tuple[int, bool]:
+        """Take steps until something ends them: an end token, no room, the time, the flag, all rows
+        filled, no more numbers to draw with, or logits of either engine that are not finite, behind
+        which a step has fewer drafts than draft_len allows, or the token -1. The slot then has all
+        tokens but the last one in the target, and in the draft those that it has read.
+
+        Returns the number of steps, and whether it ended before a step whose tokens depend on how
+        sums are rounded: the caller has to take that one, with the same numbers.
         """
         ...
 
@@ -378,7 +438,7 @@ class EngineSpec:
     # The kind torch: tokens of a prompt in one forward. None: its default, and for other kinds.
     prefill_chunk_len: int | None = None
     # The kind torch: of keys and values that are not quantized. None: dtype, and for other kinds.
-    kv_cache_dtype: ComputeDtype | None = None
+    kv_cache_dtype: KvDtype | None = None
     tensorrt_llm: TensorRtLlmSpec | None = None  # None: for other kinds
     vllm: VllmSpec | None = None  # None: for other kinds
 

@@ -47,6 +47,7 @@ from toolkit.client import (
 )
 
 __all__ = [
+    "KEEP_ALIVE_S",
     "USAGE_COUNTS",
     "Answer",
     "OpenAiClient",
@@ -55,6 +56,10 @@ __all__ = [
     "usage_counts",
 ]
 
+# After so long without a request a pooled connection is closed by the client. vLLM, like every
+# server on uvicorn, closes it after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, timeout_keep_alive), and a
+# request that is sent in that moment is lost.
+KEEP_ALIVE_S = 4.0
 # Options that vLLM's requests carry under the same name.
 CARRIED = (
     "max_tokens",
@@ -512,6 +517,11 @@ def usage_counts(usage: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: tuple(map(_count, told[name])) for name in BY_POSITION if name in told}
         if "verify_steps" in told:
             fields["verify_steps"] = _count(told["verify_steps"])
+        if "draft_len_reasons" in told:
+            steps = dict(told["draft_len_reasons"]).items()
+            fields["steps_by_reason"] = {str(reason): _count(count) for reason, count in steps}
+        if "draft_failure" in told:
+            fields["draft_failure"] = str(told["draft_failure"])
     details = usage.get("completion_tokens_details") or {}
     accepted, rejected = (
         details.get(f"{what}_prediction_tokens") for what in ("accepted", "rejected")

@@ -116,8 +116,8 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "er
 # Why a request has the draft length that it has. fixed: it is not chosen while the request runs.
 # request: the request states it. prompt length: its prompt is too long. seed: its text would depend
 # on the length. measuring: what lengths cost is being tried out. pays, or not because of the
-# acceptance, or at the load. probe: whether it would pay again. draft failed: it gave no answer, or
-# numbers that are not finite.
+# acceptance, or at the load. probe: whether it would pay again. draft failed: it raised an error,
+# gave no answer, or numbers that are not finite.
 DraftLenReason: TypeAlias = Literal[
     "fixed",
     "request",

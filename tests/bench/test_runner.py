@@ -123,6 +123,27 @@ def test_an_open_loop_keeps_its_rate_and_reports_its_lag(stub: StubServer, promp
     assert 60 < arm.requests_per_s < 110
 
 
+def test_progress_names_the_rate_and_the_requests_of_the_rounds_that_are_known(
+    stub: StubServer, prompts: Path
+) -> None:
+    said: list[tuple[int, int | None, str]] = []
+    options = BenchOptions(
+        prompts=prompts,
+        protocol="triton-http",
+        against_plain=True,
+        rate=200.0,
+        requests=10,
+        rounds=2,
+        max_rounds=3,
+        warm_up=0,
+        gates=("e2e_p99<=4000",),
+    )
+    bench(stub.http, options, progress=lambda *now: said.append(now))
+    assert {what for _, _, what in said} == {"measuring at 200 requests/s"}
+    assert [done for done, _, _ in said] == list(range(1, 61))
+    assert [total for _, total, _ in said] == [40] * 40 + [60] * 20
+
+
 def test_a_trace_is_played(stub: StubServer, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("0\n0.01\n0.01\n0.1\n")
     found = run(stub, prompts, arrivals=str(tmp_path / "trace"))

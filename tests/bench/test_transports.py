@@ -10,8 +10,9 @@ import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import aiohttp
 import grpc
 import pytest
 
@@ -373,6 +374,37 @@ def test_a_kept_connection_that_ends_before_a_request_is_due_is_no_failure() -> 
         assert answered.failure is None and answered.sent_ns >= due and len(connections) == 2
         assert read_exchange(transport, "p", answered, 64).output_tokens == sum(TOKENS)
 
+    asyncio.run(with_peer(peer, use))
+
+
+def test_a_kept_connection_that_ends_as_a_request_is_sent_is_no_failure() -> None:
+    """So it is if the server's timer for idle connections fires late, since the other arm computed
+    until this one's turn.
+    """
+    requests: list[bytes] = []
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.read(2**16):
+            requests.append(request)
+            writer.write(ANSWER)
+
+    class ClosesOnce(asyncio.Event):
+        async def wait(self) -> Literal[True]:
+            if not self.is_set():
+                self.set()
+                (connection,) = session.connector._acquired  # type: ignore[union-attr]
+                connection.transport.close()  # type: ignore[union-attr]
+            return True
+
+    async def use(transport: OpenAiTransport) -> None:
+        nonlocal session
+        session, prepared = transport._session, transport.prepare("p", Options())
+        assert (await transport.exchange(prepared)).failure is None
+        answered = await transport.exchange(prepared, ClosesOnce())
+        assert answered.failure is None and len(requests) == 2
+        assert read_exchange(transport, "p", answered, 64).output_tokens == sum(TOKENS)
+
+    session: aiohttp.ClientSession
     asyncio.run(with_peer(peer, use))
 
 

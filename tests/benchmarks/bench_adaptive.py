@@ -76,6 +76,13 @@ class SpoiledDrafter(ModelDrafter):
     """
 
     is_spoiled: IsSpoiled = staticmethod(lambda prompt, place: False)
+    spoils = False
+
+    def is_near(self, row: Sequence) -> bool:
+        """Nobody spoils the drafts of a burst, so that blocks which may be spoiled are not in one.
+        Plain steps still are.
+        """
+        return not self.spoils and super().is_near(row)
 
     def propose(self, sequences: Slots[Sequence]) -> None:
         super().propose(sequences)
@@ -168,7 +175,7 @@ def measure(
 ) -> dict[str, Any]:
     max_draft_len, clock = runtime.settings.max_draft_len, clock_of(asked)
     plain = [0] * len(prompts)
-    drafter.is_spoiled = SPOILED[mix]
+    drafter.is_spoiled, drafter.spoils = SPOILED[mix], mix != "predictable"
     texts = {}
     for number, prompt in prompts.items():
         (outcome,), _ = together(runtime, {number: prompt}, 1, asked.max_tokens, plain, clock)

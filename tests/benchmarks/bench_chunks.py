@@ -10,7 +10,8 @@ also plain decoding, from first token to last, against the bare loop of bench_se
 turns, prompt by prompt. Good: at most 1 % late, 0.85 of the bare loop with a chunk per step.
 
     python -m tests.benchmarks.bench_chunks [--repository triton_repo/quickstart] [--streams 1 8]
-    python -m tests.benchmarks.bench_chunks --client-cores 1    # the client on these cores only
+    python -m tests.benchmarks.bench_chunks --client-cores 1    # the client on these cores only,
+                                                                # else off the computing one
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 from tests.benchmarks.bench_serving import ROOT, bare_loop
 from toolkit.client import Chunk, Client, Options, read_prompts
+from toolkit.process.placement import off_claimed_cores
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.contract import MODEL
 
@@ -43,17 +45,21 @@ def _record_events(path):
     import json, time
     from toolkit.speculative.runtime import SpeculativeRuntime
 
-    events, tell = {{}}, SpeculativeRuntime._tell
+    submit = SpeculativeRuntime.submit
 
-    def noted(self, sequence, event):
-        rows = events.setdefault(event.request_id, [])
-        rows.append((event.token_ids, time.monotonic_ns()))
-        if event.finish_reason is not None:
-            with open(path, "a") as file:
-                file.write(json.dumps(events.pop(event.request_id)) + "\\n")
-        tell(self, sequence, event)
+    def noting(self, request, on_event):
+        rows = []
 
-    SpeculativeRuntime._tell = noted
+        def noted(event):
+            rows.append((event.token_ids, time.monotonic_ns()))
+            if event.finish_reason is not None:
+                with open(path, "a") as file:
+                    file.write(json.dumps(rows) + "\\n")
+            on_event(event)
+
+        submit(self, request, noted)
+
+    SpeculativeRuntime.submit = noting
 
 _record_events(__file__.replace("model.py", "{EVENTS}"))
 '''
@@ -116,9 +122,10 @@ def measure(repository: Path, arguments: argparse.Namespace) -> list[dict[str, A
                         if name == "plain" and not arguments.no_bare:
                             tokens, seconds = bare(prompt)
                             bare_rates.append(tokens / seconds)
-                        answers.append(list(client.stream(prompt, options)))
+                        with off_claimed_cores():
+                            answers.append(list(client.stream(prompt, options)))
                 else:
-                    with ThreadPoolExecutor(streams) as pool:
+                    with off_claimed_cores(), ThreadPoolExecutor(streams) as pool:
                         answers = list(
                             pool.map(
                                 lambda prompt: list(client.stream(prompt, options)),  # noqa: B023

@@ -1,12 +1,12 @@
 """Does speculation pay through Triton, and is the plain arm honest?
 
 One stream, the quickstart pair, held-out prompts; a real server on this machine and a client over
-gRPC. Prompt by prompt, in turns, three arms run: the bare loop (the target engine alone, in this
-process, one token per forward and nothing else), plain decoding through Triton, and speculation
-through Triton; greedy and at T = 0.8. Tokens per second count the whole request, from sent to last
-token; against the bare loop, which has no prompt to read, from first token to last. Good:
-speculative / plain >= 1.5 in both, texts that do not loop (distinct 4-grams >= 0.5), plain / bare
->= 0.9.
+gRPC, which stays off the core that the server computes on, as one on another machine would. Prompt
+by prompt, in turns, three arms run: the bare loop (the target engine alone, in this process, one
+token per forward and nothing else), plain decoding through Triton, and speculation through Triton;
+greedy and at T = 0.8. Tokens per second count the whole request, from sent to last token; against
+the bare loop, which has no prompt to read, from first token to last. Good: speculative / plain >=
+1.5 in both, texts that do not loop (distinct 4-grams >= 0.5), plain / bare >= 0.9.
 
 The pair is deployed in three ways. As shipped, a chunk is streamed per step, and sending one costs
 as much as an INT8 forward of so small a model: what speculation saves is chunks, too. With chunks
@@ -15,9 +15,8 @@ this processor keeps in its cache, and with the target as it was trained, in BF1
 reading its weights as large models are.
 
 What plain decoding takes beside the bare loop is told by process: the processor time per chunk of
-the model's stepping thread (forward and scheduling), of the model's other threads (sending), of
-tritonserver, and of the client. A runtime in C++ could save of the first what is not the forward, a
-backend in C++ most of the second; the last two would stay.
+the model's stepping thread (the forward; what is around it, too, where the request is not in a
+burst), of the model's other threads (text and sending), of tritonserver, and of the client.
 
     python -m tests.benchmarks.bench_serving [--deployments NAME ...] [--prompts FILE]
     python -m tests.benchmarks.bench_serving --repository triton_repo/NAME
@@ -43,6 +42,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from toolkit.bench.arrivals import undisturbed
 from toolkit.client import Client, Options, read_prompts
 from toolkit.resampling import bootstrap_ratio
 from toolkit.triton.process.server import TritonServer
@@ -219,11 +219,12 @@ def measure(
                     if options.temperature == 0:
                         (bare if number >= 0 else Arm()).add(*run_bare(prompt))
                     for arm in sorted(arms, reverse=(number + index) % 2 == 0):
-                        before = processor_ns(server.pid)
-                        served(client, arms[arm], prompt, asked[arm])
-                        if arm == "plain" and options.temperature == 0 and number >= 0:
-                            spent.update(processor_ns(server.pid))
-                            spent.subtract(before)
+                        with undisturbed():
+                            before = processor_ns(server.pid)
+                            served(client, arms[arm], prompt, asked[arm])
+                            if arm == "plain" and options.temperature == 0 and number >= 0:
+                                spent.update(processor_ns(server.pid))
+                                spent.subtract(before)
             estimate, low, high = ratio_interval(speculative, plain, len(prompts))
             results[name] = {
                 "plain_tokens_per_s": plain.rate(),

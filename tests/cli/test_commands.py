@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -429,10 +430,10 @@ def test_verdicts_are_exit_codes_and_only_decided_ones_are_reused(deployment: Pa
         "compile/draft",
         "package",
     }
-    # Validation has no peak of its own, since it runs beside the server that it judges. A stage
-    # that takes no memory has none either.
+    # Validation has no peak of its own, since it runs beside the server that it judges.
     peaks = {stage["stage"]: stage["peak_memory_bytes"] for stage in report["stages"]}
-    assert min(peaks["quantize/target"], peaks["serve"]) > 50_000_000 and peaks["package"] is None
+    assert min(peaks["quantize/target"], peaks["serve"]) > 50_000_000
+    assert peaks["validate"] is None
     too_much = ["build", "tiny.yaml", "--set", "validation.latency.min_speedup=1000"]
     too_much += ["--set", "validation.rounds=2", "--set", "validation.max_rounds=2"]
     failed = toolkit(*too_much, cwd=deployment)
@@ -561,6 +562,87 @@ def test_serve_answers_until_it_is_stopped(
     refused = toolkit_here("generate", address, "x", cwd=tmp_path)
     assert refused.returncode == 3  # as `bench` exits
     assert "cannot be reached" in refused.stderr
+
+
+def curl(url: str, **body: Any) -> tuple[int, str]:
+    """(status, answer) of a completion, by the real curl."""
+    data = {"model": "tiny", "prompt": "def f(x):", "max_tokens": 8, "temperature": 0, **body}
+    command = ["curl", "-sSN", "--max-time", "30", "-w", "\n%{http_code}", "-d", json.dumps(data)]
+    done = subprocess.run([*command, url], capture_output=True, text=True, check=True)
+    answer, _, status = done.stdout.rpartition("\n")
+    return int(status), answer
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on PATH")
+def test_serve_with_a_gateway_answers_curl_and_leaves_no_process(
+    deployment: Path, tmp_path: Path
+) -> None:
+    """Whole answers, streams and refusals; after SIGTERM server, model and gateway are gone."""
+    packaged = toolkit("package", "tiny.yaml", cwd=deployment)
+    assert packaged.returncode == 0, packaged.stderr
+    command = [sys.executable, "-m", "toolkit", "serve", "tiny.yaml", "--gateway"]
+    log = tmp_path / "gateway.log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command,
+            cwd=deployment,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("ready"):
+                    break
+            assert lines and lines[-1].startswith("ready"), log.read_text()
+            (address,) = [line.split()[1] for line in lines if line.startswith("openai")]
+            url = f"{address}/completions"
+            assert any(line.startswith(f"curl -s {url}") for line in lines)
+
+            status, answer = curl(url)
+            whole = json.loads(answer)
+            text = whole["choices"][0]["text"]
+            assert (status, whole["object"]) == (200, "text_completion")
+            assert text and whole["choices"][0]["finish_reason"] == "length"
+            assert whole["usage"]["completion_tokens"] == 8
+
+            status, answer = curl(url, stream=True)
+            events = [part.removeprefix("data: ") for part in answer.strip().split("\n\n")]
+            assert status == 200 and events.pop() == "[DONE]"
+            choices = [json.loads(event)["choices"][0] for event in events]
+            assert "".join(choice["text"] for choice in choices) == text
+            assert [choice["finish_reason"] for choice in choices][-1] == "length"
+
+            status, answer = curl(url, n=2)
+            error = json.loads(answer)["error"]
+            assert (status, error["param"]) == (400, "n") and "n has to be 1" in error["message"]
+            status, answer = curl(url, prompt="x" * 100)
+            error = json.loads(answer)["error"]
+            assert (status, error["param"]) == (400, "prompt")
+            assert "takes up to 64 (max_input_len)" in error["message"]
+
+            begun = _descendants(process.pid)
+            assert any(pid in begun for pid in _servers())
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()  # does nothing if it has ended
+    assert (process.returncode, out) == (0, "stopped\n")
+    assert "Traceback" not in log.read_text()
+    assert [pid for pid in begun if Path(f"/proc/{pid}").exists()] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["gateway.log"]
+
+
+def _descendants(pid: int) -> list[int]:
+    running = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [other for other in running if pid in _ancestors(other)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

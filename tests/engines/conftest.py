@@ -22,9 +22,9 @@ from toolkit.engines.embedded.kernels import (
     caches_by_position,
     load_library,
 )
-from toolkit.engines.embedded.toolchain import compiler_path
-from toolkit.engines.embedded.weights import fuse
+from toolkit.engines.embedded.weights import fuse, unit_kv_scales
 from toolkit.facts.embedded import PREFILL_TOKENS, slot_tokens
+from toolkit.pipeline.toolchain import compiler_path
 from toolkit.words import ComputeDtype, KvDtype
 
 
@@ -91,10 +91,13 @@ def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
         path: Path, dtype: ComputeDtype = "float32", kv_dtype: KvDtype | None = None
     ) -> EmbeddedEngine:
         source = quantized.open_checkpoint(path)
+        tensors = fuse(source)
         if source.quantization.kv_cache_quant_algo == "FP8":
             kv_dtype = "fp8"
+        elif kv_dtype == "fp8":
+            tensors |= unit_kv_scales(source.shape.num_layers)
         weights, caches = prepare(
-            source.shape, fuse(source), dtype, 3, 96, PREFILL_TOKENS, kv_dtype=kv_dtype or dtype
+            source.shape, tensors, dtype, 3, 96, PREFILL_TOKENS, kv_dtype=kv_dtype or dtype
         )
         return EmbeddedEngine(
             eager_runner(weights, kernels, caches, getattr(torch, dtype)),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,17 +24,19 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from tests.engines.contract import StepEngineContract
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import TOKENS, Export
+from tests.support.runtimes import make_request, make_runtime, serve_one
 from tests.support.step_engines import chained
 from toolkit.engines.embedded.compile import private_cache
 from toolkit.engines.embedded.directory import FORMAT
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.package import PackagedEngine
-from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.registry import backend, loader
 from toolkit.engines.stage import compile_engine, fingerprint
 from toolkit.errors import BackendUnavailable, CheckpointError, StageError, UsageError
-from toolkit.interfaces import Chain, EngineSpec
+from toolkit.interfaces import Burst, Chain, EngineSpec
+from toolkit.pipeline.toolchain import compiler_path
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
+from toolkit.words import SamplingRule
 
 needs_compiler = pytest.mark.skipif(compiler_path() is None, reason="no C++ compiler")
 
@@ -116,8 +119,12 @@ def test_compiled_equals_the_kernels_step_by_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.9, 0.0, 1e-30), (0.5, 1.0, 2.0)])
 @pytest.mark.parametrize("raced", [(), (0,), (0, 1, 2)])
+@pytest.mark.parametrize("filters", [(0, 1.0), (9, 1.0), (0, 0.7), (200, 0.95)])
 def test_a_chain_chooses_as_single_forwards_do(
-    loaded: PackagedEngine, temperatures: tuple[float, ...], raced: tuple[int, ...]
+    loaded: PackagedEngine,
+    temperatures: tuple[float, ...],
+    raced: tuple[int, ...],
+    filters: tuple[int, float],
 ) -> None:
     """Rows of other widths and counts, of which some are drawn: the same tokens, and the same
     probabilities up to their rounding.
@@ -135,6 +142,7 @@ def test_a_chain_chooses_as_single_forwards_do(
             temperatures[row],
             uniforms[row][: counts[row]],
             noise[row, : counts[row]] if row in raced else None,
+            *filters,
         )
         for row in range(3)
     ]
@@ -221,6 +229,125 @@ def test_a_chain_that_does_not_fit_is_refused(
     with pytest.raises(ValueError, match=message):
         loaded.forward_chain([Chain(*each) for each in zip(slots, rows, counts, strict=True)])
     assert loaded.length(0) == 0
+
+
+def run_burst(
+    target: PackagedEngine,
+    draft: PackagedEngine | None,
+    prompt: list[int],
+    **settings: Any,
+) -> list[list[int]]:
+    """The rows of a burst behind a prompt, each as [drafted, accepted, drafts..., token]."""
+    for engine in (target, draft):
+        if engine is not None:
+            engine.rewind([0], [0])
+    target.forward([0], torch.tensor([prompt[:-1]]))
+    steps = torch.zeros((settings.pop("most", 40), 10), dtype=torch.int64)
+    unread = prompt if draft is not None else prompt[-1:]
+    defaults = {"draft_len": 0 if draft is None else 4, "room": 30, "end_ids": (), "max_ns": 10**12}
+    flags = torch.zeros(2, dtype=torch.int64)
+    burst = Burst(0, unread, **{**defaults, **settings}, steps=steps, flags=flags)
+    count, _ = target.burst(draft, burst)
+    assert flags[1] == count
+    rows = [[*row[:2], *row[5 : 6 + row[0]]] for row in steps[:count].tolist()]
+    tokens = [token for row in rows for token in [*row[2 : 2 + row[1]], row[-1]]]
+    assert target.length(0) == len(prompt) + len(tokens) - 1
+    if draft is not None and rows:
+        assert len(prompt) + len(tokens) - 2 <= draft.length(0) < len(prompt) + len(tokens)
+    return rows
+
+
+def tokens_of(rows: list[list[int]]) -> list[int]:
+    return [token for row in rows for token in [*row[2 : 2 + row[1]], row[-1]]]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_burst_takes_the_steps_of_single_forwards(
+    loaded: PackagedEngine, quantized_engine: CompiledEngine, plain_engine: CompiledEngine
+) -> None:
+    prompt, room = list(b"def read"), 30
+    loaded.rewind([0], [0])
+    (expected,), _ = chained(loaded, [Chain(0, prompt, room)])
+    plain = run_burst(loaded, None, prompt)
+    assert plain == [[0, 0, token] for token in expected]
+
+    same = loader("torch").load(quantized_engine.path)
+    other = loader("torch").load(plain_engine.path)
+    assert isinstance(same, PackagedEngine) and isinstance(other, PackagedEngine)
+    assert loaded.bursts_with(same) and not loaded.bursts_with(object())  # type: ignore[arg-type]
+    for draft in (same, other):
+        assert tokens_of(run_burst(loaded, draft, prompt)) == expected
+    # A draft that is the target: all is accepted, but where there is no more room.
+    rows = run_burst(loaded, same, prompt)
+    assert [row[:2] for row in rows] == [[4, 4]] * 6
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_burst_ends_where_it_has_to(
+    loaded: PackagedEngine, quantized_engine: CompiledEngine
+) -> None:
+    prompt = list(b"def read")
+    whole = tokens_of(run_burst(loaded, None, prompt))
+    end = next(index for index, token in enumerate(whole) if token not in whole[:index] and index)
+    draft = loader("torch").load(quantized_engine.path)
+    assert isinstance(draft, PackagedEngine)
+    for engine in (None, draft):
+        ended = tokens_of(run_burst(loaded, engine, prompt, end_ids=(whole[end],)))
+        assert whole[end] in ended and ended == whole[: len(ended)]
+        assert len(ended) <= end + 5
+        assert len(run_burst(loaded, engine, prompt, most=3)) == 3
+        assert tokens_of(run_burst(loaded, engine, prompt, room=7)) == whole[:7]
+        assert run_burst(loaded, engine, prompt, max_ns=0) == []
+    with pytest.raises(ValueError, match="do not fit max_seq_len"):
+        run_burst(loaded, None, prompt, room=200)
+    loaded.rewind([0], [0])
+    loaded.forward([0], torch.tensor([prompt[:-1]]))
+    steps, flags = torch.zeros((4, 6), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    burst = Burst(0, prompt[-1:], 0, 9, (), 10**12, steps, flags)
+    flags[0] = 1
+    assert loaded.burst(None, burst) == (0, False)
+    flags[0] = 0
+    for cache in loaded._caches:
+        cache[0, :, 2] = 0x7F  # FP8's NaN
+    assert loaded.burst(None, burst) == (1, False)
+    assert steps[0, 5] == -1
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 90, "top_p": 0.95}]
+)
+def test_sampled_bursts_have_the_texts_of_single_steps(
+    loaded: PackagedEngine,
+    plain_engine: CompiledEngine,
+    acceptance: SamplingRule,
+    temperature: float,
+    filters: dict[str, Any],
+) -> None:
+    """Rules of Python and of C++ round differently, which no text with a seed may show."""
+    other = loader("torch").load(plain_engine.path)
+    for engine in (loaded, other):
+        engine.rewind(range(3), [0] * 3)
+    for draft in (None, other):
+        runtimes = [make_runtime(loaded, draft, max_draft_len=3) for _ in range(2)]
+        bursting, stepping = runtimes
+        stepping._bursts = None
+        steps = 0
+        for seed in range(20):
+            fields = {"temperature": temperature, "seed": seed, "acceptance": acceptance, **filters}
+            request = make_request(tuple(b"def read"), 40, **fields)
+            with mock.patch.object(bursting, "_verify_rows", wraps=bursting._verify_rows) as single:
+                outcome = serve_one(bursting, request)
+            steps += outcome.stats.verify_steps - single.call_count
+            assert outcome.ids == serve_one(stepping, request).ids
+        assert steps > 200
+        for runtime in runtimes:
+            runtime.close()
 
 
 @needs_compiler
@@ -316,6 +443,55 @@ def test_keys_and_values_may_be_bfloat16_beside_float32(
     moved = (logits - unrounded).abs()
     assert 1e-5 < moved.median() < 1e-2
     assert moved.max() < 0.1
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "model"), [("compiled", "llama_w8a8"), ("eager", "tiny")])
+def test_keys_and_values_may_be_fp8_beside_other_weights(
+    mode: str,
+    model: str,
+    tiny_pair: tuple[Path, Path],
+    exported: Callable[[str], Export],
+    kernel_engine: Callable[..., EmbeddedEngine],
+    tmp_path: Path,
+) -> None:
+    """A byte each. E4M3 keeps 3 bits behind the leading one where BF16 keeps 7, so logits move by
+    up to 16 times as much; here by 11 times, 0.01 (median) and 0.08 (most) of logits that spread by
+    0.7. Numbers below 2^-6 lose more: twice as much is allowed.
+    """
+    source = tiny_pair[0] if model == "tiny" else exported(model).path
+    built = build(source, tmp_path, mode=mode, kv_cache_dtype="fp8")
+    assert (built.dtype, built.kv_dtype, built.mode) == ("float32", "fp8", mode)
+    assert built.kv_cache_quant_algo is None and built.has_fp8_kv_at_1
+    assert any("scale 1" in note for note in built.notes)
+    ours = loader("torch").load(tmp_path)
+    assert isinstance(ours, EmbeddedEngine)
+    unrounded, bf16, same = (
+        kernel_engine(source, "float32", kv) for kv in (None, "bfloat16", "fp8")
+    )
+    sizes = [cache.nbytes for cache in ours._caches]
+    assert {cache.itemsize for cache in ours._caches} == {1}
+    if mode == "compiled":
+        assert 4 * sum(sizes) == sum(cache.nbytes for cache in unrounded._caches)
+    logits, exact, coarse, kernels = (
+        engine.forward([0, 1], TOKENS) for engine in (ours, unrounded, bf16, same)
+    )
+    assert (logits - kernels).abs().median() < 1e-5
+    moved, by_bf16 = (logits - exact).abs(), (coarse - exact).abs()
+    assert by_bf16.median() < moved.median() < 32 * by_bf16.median()
+    assert moved.max() < 32 * by_bf16.max()
+    assert moved.max() < 0.25 * exact.std()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_s_own_scales_are_kept(
+    exported: Callable[[str], Export], tmp_path: Path
+) -> None:
+    source = exported("qwen2_w8a8_kv_fp8").path
+    built = build(source, tmp_path, mode="eager", kv_cache_dtype="fp8")
+    assert (built.kv_dtype, built.kv_cache_quant_algo) == ("fp8", "FP8")
+    assert not built.has_fp8_kv_at_1 and built.notes == ()
 
 
 def test_config_has_the_shape_of_an_engine_directory(eager_engine: CompiledEngine) -> None:
@@ -434,7 +610,7 @@ def test_engine_for_another_cpu_is_refused(copied: Path) -> None:
 
 
 def test_engine_of_another_torch_is_refused(copied: Path) -> None:
-    from toolkit.engines.embedded.toolchain import instruction_set
+    from toolkit.pipeline.toolchain import instruction_set
 
     here = {
         "instruction_set": " ".join(instruction_set()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +73,18 @@ def test_a_cache_takes_memory_only_where_it_has_been_used() -> None:
     assert not cache[3, 0, :100].any()
     cache[5] = 1.0
     assert 2**24 <= anonymous_bytes() - before < 2**25
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages"
+)
+def test_a_cache_takes_no_huge_pages_even_where_the_kernel_gives_them_to_all() -> None:
+    """nh is the kernel's flag for it; what it is set to for all cannot be changed here."""
+    cache = unused_zeros((8, 4, 2**21), torch.bfloat16)
+    flags, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= cache.data_ptr() < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " nh" in flags

@@ -25,8 +25,8 @@ from toolkit.engines.embedded.kernels import (
     pack_linear,
 )
 from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, TorchOps
-from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
 from toolkit.facts.embedded import BLOCK
+from toolkit.pipeline.toolchain import compiler_path, instruction_set
 
 MakeEngine = Callable[..., EmbeddedEngine]
 
@@ -404,6 +404,8 @@ class TestKernelContract(StepEngineContract):
             "float32",
             "bfloat16",
             "float32 with bfloat16 KV",
+            "float32 with fp8 KV",
+            "llama_w8a8 with fp8 KV",
         ]
     )
     def engine(
@@ -414,7 +416,8 @@ class TestKernelContract(StepEngineContract):
         tiny_pair: tuple[Path, Path],
     ) -> Iterator[EmbeddedEngine]:
         dtype, _, kv_dtype = request.param.partition(" with ")
+        kept = kv_dtype.partition(" ")[0] or None
         if dtype in ("float32", "bfloat16"):
-            yield kernel_engine(tiny_pair[0], dtype, kv_dtype.partition(" ")[0] or None)
+            yield kernel_engine(tiny_pair[0], dtype, kept)
         else:
-            yield kernel_engine(exported(dtype).path)
+            yield kernel_engine(exported(dtype).path, kv_dtype=kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from tests.support.gateways import (
     MODEL,
+    STATISTICS,
     ScriptedBackend,
     gateway,
     post,
@@ -26,6 +28,7 @@ from tests.support.gateways import (
 from toolkit.client import Options, RequestRefused, ServerUnavailable, Statistics
 from toolkit.gateway.arms import SERVED, Arm, Choice, OneArm
 from toolkit.gateway.backends import Overloaded
+from toolkit.gateway.protocol import DRAFT_FAILED
 
 KEY = "a-key-of-sixteen-characters"
 BODY = {"model": MODEL, "prompt": "Hi", "max_tokens": 6}
@@ -399,6 +402,23 @@ def test_a_request_id_is_kept_and_no_text_is_logged() -> None:
     assert line["id"] == "mine-1"
     assert (line["output_tokens"], line["accepted"], line["drafted"]) == (6, 3, 5)
     assert not any("secret" in line or " b" in line for line in served.lines)
+
+
+def test_a_draft_that_failed_is_counted_logged_and_told() -> None:
+    failed = dataclasses.replace(
+        STATISTICS, steps_by_reason={"draft failed": 3}, draft_failure="10.0.0.7:9999 is gone"
+    )
+    with gateway(ScriptedBackend(statistics=failed)) as served:
+        _, _, answer = post(served.url, "/v1/completions", BODY)
+        until(lambda: len(served.lines) == 1)
+        page = urllib.request.urlopen(f"{served.url}/metrics", timeout=10).read().decode()
+    assert json.loads(served.lines[0])["draft_failure"] == "10.0.0.7:9999 is gone"
+    assert 'toolkit_gateway_draft_failures_total{arm="served"} 1.0' in page
+    assert answer["usage"]["speculation"] == {
+        "verify_steps": 3,
+        "draft_len_reasons": {"draft failed": 3},
+        "draft_failure": DRAFT_FAILED,
+    }
 
 
 def test_refused_requests_are_logged_without_what_they_hold() -> None:

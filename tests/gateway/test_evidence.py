@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
+from tests.support.rollouts import Candidate, played
 from toolkit.config.schema import RolloutConfig
-from toolkit.gateway.evidence import LEAST_FIGURES, Copy, Evidence, Figures, Observation, Texts, lot
+from toolkit.gateway.evidence import (
+    LEAST_FIGURES,
+    TIMES,
+    Copy,
+    Evidence,
+    Figures,
+    Observation,
+    Texts,
+    lot,
+)
 
 
 def evidence(**settings: Any) -> Evidence:
@@ -59,6 +69,16 @@ def test_the_wealth_of_an_equal_candidate_is_fair_over_all_lots() -> None:
         for name in expected:
             expected[name] += chance * wealth(seen, name)
     assert expected == pytest.approx(dict.fromkeys(expected, 1.0))
+
+
+@pytest.mark.parametrize("name", ["ttft_ms", "token_ms", "acceptance"])
+def test_a_candidate_that_never_shows_a_figure_loses_no_bet_with_the_baseline_s(name: str) -> None:
+    seen, generator = evidence(), random.Random(2)
+    for _ in range(5000):
+        is_candidate = generator.random() < 0.5
+        figures = {} if is_candidate else {name: generator.random()}
+        seen.add(seen_by(is_candidate, 0.5, **figures))
+    assert [finding.wealth for finding in seen.findings()] == [1.0] * 6
 
 
 def test_texts_are_bet_on_fairly_at_the_allowed_rate() -> None:
@@ -158,6 +178,57 @@ def test_a_fault_is_found_and_named(fault: str, test: str, within: int) -> None:
 def test_an_equal_candidate_is_left_alone() -> None:
     seen = evidence(max_slowdown=1.0, max_acceptance_loss=0.0)
     assert traffic(seen, 4000) == 4000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slower_candidate_that_its_idleness_hides_is_found_where_it_has_as_much_load(
+    seed: int,
+) -> None:
+    """It takes 1.5 times as long at equal load, and less than the baseline up to a quarter of the
+    sessions.
+    """
+    *_, state = played(Candidate(slower=1.5), RolloutConfig(), seed, load=0.6)
+    assert (state.outcome, state.share) == ("rolled back", 0.0)
+    assert state.why in (f"the candidate is worse: {name}" for name in TIMES)
+    assert [entry["step"] for entry in state.decisions] == [1, 2, 3, 3]
+    assert RolloutConfig().steps[3] == 50
+
+
+def test_no_step_is_taken_while_a_test_is_suspicious() -> None:
+    """A hundred sessions at equal load are not enough for this one."""
+    waiting = 0
+    for state in played(Candidate(slower=1.5), RolloutConfig(), 35, load=0.6):
+        if state.in_step > state.settings.min_requests and state.suspected() is not None:
+            waiting += 1
+            assert state.outcome == "running" and not state.missing()
+            assert state.summary()["suspected"] in TIMES
+    assert waiting and state.outcome == "rolled back"
+
+
+def test_an_equal_candidate_is_promoted_though_its_load_rises() -> None:
+    *_, state = played(Candidate(), RolloutConfig(), 1, load=0.6)
+    assert state.outcome == "promoted"
+
+
+def test_times_are_bet_on_fairly_over_all_steps() -> None:
+    """By enumeration, with a share that rises after two lots, and again after two more."""
+    generator = random.Random(5)
+    figures = [generator.lognormvariate(3, 1) for _ in range(6)]
+    shares = (0.01, 0.01, 0.25, 0.25, 0.5, 0.5)
+    expected = 0.0
+    for arms in itertools.product((True, False), repeat=len(figures)):
+        seen, before = evidence(max_slowdown=1.0), 0.0
+        for arm, share, figure in zip(arms, shares, figures, strict=True):
+            if share != before:
+                for known in range(LEAST_FIGURES):
+                    seen.add(seen_by(False, share, ttft_ms=20.0 + known))
+                before = share
+            seen.add(seen_by(arm, share, ttft_ms=figure))
+        chance = math.prod(
+            share if arm else 1 - share for arm, share in zip(arms, shares, strict=True)
+        )
+        expected += chance * wealth(seen, "ttft")
+    assert expected == pytest.approx(1.0)
 
 
 def test_figures_are_ranked_among_the_latest() -> None:

@@ -11,6 +11,7 @@ from tests.support.gateways import STATISTICS, render
 from toolkit.client import Options, Statistics
 from toolkit.errors import RequestError
 from toolkit.gateway.protocol import (
+    DRAFT_FAILED,
     Answers,
     Asked,
     Refusal,
@@ -215,9 +216,17 @@ def test_usage_tells_every_count_that_a_client_can_read_back() -> None:
         verify_steps=2,
         drafted_by_position=(2, 2, 1),
         accepted_by_position=(2, 1, 0),
+        steps_by_reason={"pays": 1, "draft failed": 1},
+        draft_failure=DRAFT_FAILED,
     )
     usage = json.loads(json.dumps(Answers(chat(), "id", 5).usage_event(told)["usage"]))
     assert Statistics(**usage_counts(usage)) == told
+
+
+def test_usage_tells_that_the_draft_failed_and_not_where() -> None:
+    failed = Statistics(drafted=0, accepted=0, draft_failure="127.0.0.1:9999 is gone")
+    usage = Answers(chat(), "id", 5).usage_event(failed)["usage"]
+    assert usage["speculation"] == {"draft_failure": DRAFT_FAILED}
 
 
 SCORED = Statistics(

@@ -12,7 +12,7 @@ import pytest
 from toolkit.pipeline.sources import ROOT, digest_sources, imported_modules, source_files
 from toolkit.workflows.stages import package, validate
 
-MODELS = tuple(f"toolkit.triton.models.{name}.model" for name in package.SHIPPED_MODELS)
+MODELS = package.SHIPPED_MODULES
 STAGES = {
     "package": (package.__name__, *MODELS),
     "validate": (validate.__name__,),

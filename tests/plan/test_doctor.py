@@ -95,6 +95,26 @@ def test_a_server_on_path_needs_no_stub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "status"), [("2.40.0", "warn"), ("2.51.0", "ok"), ("2.60.0", "ok"), (None, "ok")]
+)
+def test_a_server_on_path_that_is_older_than_the_wheels_is_told(
+    tmp_path: Path, version: str | None, status: str
+) -> None:
+    """Since it is taken all the same. It may be a link to where it is installed."""
+    server = tmp_path / "triton" / "bin" / "tritonserver"
+    server.parent.mkdir(parents=True)
+    server.touch()
+    if version is not None:
+        (tmp_path / "triton" / "TRITON_VERSION").write_text(f"{version}\n")
+    (tmp_path / "tritonserver").symlink_to(server)
+    for binary in (server, tmp_path / "tritonserver"):
+        diagnosis = diagnoses_of(tmp_path, binary, None, None, "g++")["tritonserver"]
+        assert diagnosis.status == status
+        told = f"{binary} (PATH) is 2.40.0, older than the 2.51.0 of the nvidia-pytriton wheel"
+        assert (told in diagnosis.detail) is (status == "warn")
+
+
+@pytest.mark.parametrize(
     ("version", "status", "words"),
     [
         (

@@ -30,7 +30,7 @@ from toolkit.plan.memory import (
     weight_bytes,
 )
 from toolkit.quantize import quality, single_layers
-from toolkit.words import ComputeDtype
+from toolkit.words import ComputeDtype, KvDtype
 
 HOST = 10**12
 # Parameters as the model cards state them, in billions.
@@ -165,22 +165,44 @@ def test_the_memory_of_the_embedded_engine_is_that_of_its_device(
     assert int(slot_tokens[1]) == deployment.config.engine.max_seq_len + chunk
 
 
+def test_keys_and_values_take_what_their_type_does() -> None:
+    sizes = {
+        kept: memory_of(subject("torch", engine__kv_cache_dtype=kept), HOST)[1].kv_bytes
+        for kept in ("auto", "bfloat16", "fp8")
+    }
+    assert sizes["auto"] == 2 * sizes["bfloat16"] == 4 * sizes["fp8"]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cache", ["FP8", "bfloat16", "auto"])
 def test_the_embedded_engine_takes_what_the_plan_counts(
-    tmp_path: Path, tied: bool, dtype: ComputeDtype
+    tmp_path: Path, tied: bool, dtype: ComputeDtype, cache: str
 ) -> None:
-    """But for norms and the tables of RoPE, which are small."""
+    """But for norms and the tables of RoPE, which are small. cache: FP8 by the quantization, else
+    the engine's kv_cache_dtype.
+    """
     source = write_checkpoint(
         tmp_path, tie_word_embeddings=tied, vocab_size=512, hidden_size=256, intermediate_size=1024
     )
-    keys = {"engine__dtype": dtype, "engine__device": "cpu", "engine__max_seq_len": 1000}
+    keys: dict[str, object] = {
+        "engine__dtype": dtype,
+        "engine__device": "cpu",
+        "engine__max_seq_len": 1000,
+    }
+    kv_dtype: KvDtype = "fp8" if cache == "FP8" else "bfloat16"
+    if cache == "FP8":
+        keys["target__quantization"] = {"kv_cache_quant_algo": "FP8"}
+    elif cache == "auto":
+        kv_dtype = dtype
+    else:
+        keys["engine__kv_cache_dtype"] = cache
     deployment = subject("torch", engine__max_batch_size=3, engine__max_input_len=64, **keys)
     shape = read_shape(source)
     planned = memory_of(replace(deployment, shapes={**deployment.shapes, "target": shape}), HOST)
     items = {item.name: item.num_bytes for item in planned[0][-1].items}
     weights, caches = prepare(
-        shape, fuse(open_checkpoint(source)), dtype, 3, 1000, PREFILL_TOKENS, kv_dtype=dtype
+        shape, fuse(open_checkpoint(source)), dtype, 3, 1000, PREFILL_TOKENS, kv_dtype=kv_dtype
     )
     packed = [weights.embed, weights.lm_head.weight]
     for layer in weights.layers:

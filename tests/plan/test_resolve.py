@@ -87,7 +87,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("engine", algo(SQ, kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "block reuse", "remove"),
     ("engine", algo(WO, "draft", kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "W8A16", "remove"),
     ("torch", algo(WO, kv="FP8"), "toolkit-fp8-kv", "cannot be combined with quant_algo W8A16", "FP8"),
-    ("torch", algo(NONE, "draft", kv="FP8"), "toolkit-fp8-kv", "NO_QUANT", "remove"),
+    ("torch", algo(NONE, "draft", kv="FP8"), "toolkit-fp8-kv", "NO_QUANT", "engine.kv_cache_dtype: fp8"),
     ("pytorch", algo(NONE, kv="FP8"), "toolkit-fp8-kv", "calibrated only with FP8", "remove"),
     # families
     ("engine", algo(SQ), "smoothquant-families", "Llama 3 is a family", "FP8 or W8A16"),
@@ -204,6 +204,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
             ("stream_interval_ms", 10.0, "one chunk per step"),
         )
     ),
+    ("engine", {"triton__backend": "native"}, "toolkit-backend", "NVIDIA's container", "remove"),
+    ("torch", {"triton__backend": "native", "triton__layout": "bls"}, "toolkit-backend", "call each other", "remove"),
     ("pytorch", {"triton__on_draft_failure": "plain"}, "toolkit-draft-failure", "fail together", "remove"),
     ("torch", {"triton__on_draft_failure": "error"}, "toolkit-draft-failure", "in layout llmapi", "remove"),
     ("torch", {"triton__on_draft_failure": "plain"}, "toolkit-draft-failure", "in layout llmapi", "remove"),
@@ -336,7 +338,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-raw-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
-        "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
+        "vllm-merged-scales", "vllm-int8-vnni", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
         "toolkit-open-listener", "toolkit-load-too-short", "toolkit-chat-template", "toolkit-needs-streams",
         "toolkit-loads-beyond-batch", "toolkit-ngram-size",
     }  # fmt: skip
@@ -780,6 +782,29 @@ def test_an_fp8_kv_cache_under_vllm_on_a_cpu_needs_heads_of_a_multiple_of_32() -
         cpu_flags=frozenset({"avx512f"}), shapes={"target": shape, "draft": shape}
     )
     assert set(refusals) == {"vllm-fp8-kv-cpu"} and "80" in refusals["vllm-fp8-kv-cpu"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "is_warned"),
+    [
+        ("vllm_cpu", {"avx2"}, True),
+        ("vllm_cpu", {"avx2", "avx512f"}, True),
+        ("vllm_cpu", {"avx2", "avx_vnni"}, False),
+        ("vllm_cpu", {"avx512f", "avx512_vnni"}, False),
+        ("vllm_cpu", set(), False),
+        ("vllm", {"avx2"}, False),
+        ("torch", {"avx2"}, False),
+    ],
+)
+def test_int8_under_vllm_saturates_without_vnni(
+    kind: str, flags: set[str], is_warned: bool
+) -> None:
+    judged = replace(subject(kind, **both("W8A8_SQ_PER_CHANNEL")), cpu_flags=frozenset(flags))
+    warnings = [
+        judgement.path for judgement in resolve(judged) if judgement.rule == "vllm-int8-vnni"
+    ]
+    paths = ["target.quantization.quant_algo", "draft.quantization.quant_algo"]
+    assert warnings == (paths if is_warned else [])
 
 
 def test_vllm_s_attention_on_a_cpu_has_certain_head_sizes() -> None:

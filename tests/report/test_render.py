@@ -164,6 +164,14 @@ def test_markup_in_a_prompt_is_printed_as_it_is(failing: ValidationReport) -> No
     assert "<script>" in printed(failing, width=400)
 
 
+def test_what_failed_comes_before_what_was_not_decided(failing: ValidationReport) -> None:
+    gate = failing.gates[0]
+    undecided = replace(gate, outcome="INCONCLUSIVE", next_step="Measure more.")
+    failed = replace(gate, outcome="FAIL", next_step="Mend it.")
+    steps = next_steps(replace(failing, gates=(undecided, failed), findings=()))
+    assert [step.split(": ")[-1] for step in steps] == ["Mend it.", "Measure more."]
+
+
 def test_every_gate_that_did_not_pass_says_what_to_do(
     failing: ValidationReport, passing: ValidationReport
 ) -> None:
@@ -249,6 +257,8 @@ def test_gates_on_ratios_are_named_and_shown_as_ratios(failing: ValidationReport
     )
     assert gate_definitions(failed) == ("errors",)
     assert shown(gate) == ("1.25x", "≤ 1.10x")
+    slow = make_gate("ttft", Scope(percentile=99), "FAIL", 6086.0, 1000.0, "")
+    assert shown(slow) == ("6,086 ms", "≤ 1,000 ms")
     assert set(gate_definitions(gate)) <= set(failing.definitions)
 
 

@@ -56,6 +56,7 @@ REQUESTS = re.compile(r'^toolkit_requests\{[^}]*outcome="(\w+)"[^}]*\} (\S+)$', 
 RUNNING = re.compile(r"^toolkit_(?:active|queued)_requests\{[^}]*\} (\S+)$", re.MULTILINE)
 SETTLE_S = 5.0
 # What the checks allow.
+ATTACKS = ("malformed", "hostile")
 GROWTH = 0.03  # of memory, from the second quarter of a life to its last
 MORE_FILES = 8  # a few connections of gRPC come and go
 SLOWER = 2.0  # p99 among hostile requests over p99 among honest ones
@@ -201,7 +202,7 @@ def judge(
         "0",
         verdicts["wrong"] == 0,
     )
-    attacks = [answer for answer in answers if answer.kind in ("malformed", "hostile")]
+    attacks = [answer for answer in answers if answer.kind in ATTACKS]
     refused = sum(answer.outcome in ("refused", "unavailable") for answer in attacks)
     yield Check(
         "malformed and hostile, refused",
@@ -232,6 +233,12 @@ def judge(
     )
 
 
+def _by_tenths(life: Life) -> str:
+    """MiB, medians: how memory grew, if it did."""
+    parts = np.array_split([sample.memory / 2**20 for sample in life.samples], 10)
+    return " ".join(f"{np.median(part):.0f}" for part in parts if len(part))
+
+
 def _held(lives: Sequence[Life]) -> Iterator[Check]:
     for number, life in enumerate(lives, 1):
         quarter = len(life.samples) // 4
@@ -255,7 +262,7 @@ def _held(lives: Sequence[Life]) -> Iterator[Check]:
 
 def _latency(lives: Sequence[Life]) -> Iterator[Check]:
     life = lives[0]
-    end_of_calm = min(a.sent_ns for a in life.answers if a.kind in ("malformed", "hostile"))
+    end_of_calm = min(a.sent_ns for a in life.answers if a.kind in ATTACKS)
     timings = [(a.ended_ns, a.timing) for a in life.answers if a.timing is not None]
     calm = [t for ended_ns, t in timings if ended_ns < end_of_calm]
     hostile = [t for ended_ns, t in timings if ended_ns >= end_of_calm]
@@ -353,6 +360,8 @@ def main() -> int:
     for check in checks:
         state = "holds" if check.holds else "FAILS"
         print(f"{check.name:{width}}  {check.found:>{found}}  {check.allowed:>14}  {state}")
+    for number, life in enumerate(soak.lives, 1):
+        print(f"MiB by tenths of life {number}: {_by_tenths(life)}")
     for reason, count in Counter(
         a.why for life in soak.lives for a in life.answers if a.verdict == "wrong"
     ).most_common(10):

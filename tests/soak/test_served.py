@@ -5,19 +5,44 @@ from __future__ import annotations
 import pytest
 
 from tests.soak.growth import answered, cancelled
-from tests.soak.traffic import HOSTILE, MALFORMED, Server
+from tests.soak.traffic import MALFORMED, WORDS, Case, Server, Traffic
 from toolkit.client import RequestRefused
 from toolkit.triton.process.server import TritonServer
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])
+@pytest.mark.parametrize("layout", ["llmapi", "bls"])
 def test_every_attack_is_refused_and_the_server_goes_on(
-    tiny_server: TritonServer, hangs_up: bool
+    request: pytest.FixtureRequest, layout: str, hangs_up: bool
 ) -> None:
-    server = Server.at(tiny_server.grpc_url)
-    for make in (MALFORMED | HOSTILE).values():
-        with pytest.raises(RequestRefused):
+    """A request that runs meanwhile goes on to its end."""
+    fixture = "tiny_server" if layout == "llmapi" else "tiny_bls_server"
+    started: TritonServer = request.getfixturevalue(fixture)
+    server = Server.at(started.grpc_url)
+    options = {"max_tokens": 600, "temperature": 2.0, "num_draft_tokens": 0}
+    running = server.client.stream("another's", request_id="another's", **options)
+    next(running)
+    attacks = MALFORMED | server.hostile
+    assert ("a stop for an id that nobody has" in attacks) is (layout == "llmapi")
+    assert ("the logits of a million tokens" in attacks) is (layout == "bls")
+    for name, make in attacks.items():
+        with pytest.raises(RequestRefused) as refused:
             server.send(make(server), hangs_up=hangs_up)
+        assert WORDS.get(name, "") in str(refused.value)
+    assert list(running)[-1].finish_reason in ("length", "stop")
     cancelled(server)
     answered(server)
+    server.close()
+
+
+def test_a_stop_ends_the_request_with_its_id_and_no_other(tiny_server: TritonServer) -> None:
+    server = Server.at(tiny_server.grpc_url)
+    options = {"max_tokens": 600, "temperature": 2.0, "num_draft_tokens": 0}
+    other = server.client.stream("another's", request_id="another's", **options)
+    next(other)
+    traffic, case = Traffic({}), Case("abcd", 600)
+    outcomes = [traffic.stopped(server, case, f"mine {number}", 1) for number in range(3)]
+    assert {verdict for _, verdict in outcomes} == {"right"}
+    assert "cancelled" in {outcome for outcome, _ in outcomes}
+    assert list(other)[-1].finish_reason in ("length", "stop")
     server.close()

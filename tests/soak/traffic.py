@@ -4,10 +4,11 @@ Kinds of requests, in shares of all:
 
     greedy, sampled  of mixed lengths, streamed and whole; a greedy text is judged against the same
                      request alone on an idle server
-    cancelled        the client hangs up after a few chunks
+    cancelled        the client hangs up after a few chunks; in llmapi also: somebody who knows the
+                     id of the request stops it
     malformed        tensors that are not what the model's interface says
     hostile          well-formed requests that cost one user nothing and all others much, if they
-                     are not refused; and a stop request for what somebody else may run
+                     are not refused; in llmapi also a stop request with an id that nobody has
 
 A text may differ from its reference where rounding decides between two tokens, since floating point
 is not batch-invariant. The logits behind the reference say where.
@@ -19,6 +20,7 @@ import collections
 import dataclasses
 import itertools
 import random
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import grpc
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from toolkit.client import (
     Client,
@@ -37,12 +39,14 @@ from toolkit.client import (
     ServerUnavailable,
     timing,
 )
-from toolkit.triton.tensors.contract import MODEL
+from toolkit.triton.tensors.contract import BLS_MODEL, MODEL
 
 __all__ = [
     "ANSWER_S",
+    "ENGINE_HOSTILE",
     "HOSTILE",
     "MALFORMED",
+    "STOPS",
     "Answer",
     "Attack",
     "Case",
@@ -125,6 +129,13 @@ class Server:
         self.client.close()
         self.channel.close()
 
+    @property
+    def hostile(self) -> dict[str, Attack]:
+        """The hostile requests that concern the served layout."""
+        if "stop" in self.client.interface().inputs:
+            return HOSTILE | STOPS
+        return HOSTILE | (ENGINE_HOSTILE if self.client.model == BLS_MODEL else {})
+
     def message(self, prompt: str, **options: Any) -> Any:
         interface = self.client.interface()
         model = self.client.model or ""
@@ -149,7 +160,7 @@ class Server:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 raise ServerUnavailable(str(error.details())) from error
             raise RequestRefused(f"{error.code()}: {error.details()}") from error
-        if reason is not None and reason.startswith("Stub process"):
+        if reason is not None and reason.startswith(("Stub process", DEAD_MODEL)):
             raise ServerUnavailable(reason)
         if reason is not None:
             raise RequestRefused(reason)
@@ -166,6 +177,28 @@ def _text_input(message: Any, raw: bytes | None = None, **fields: Any) -> Any:
             message.inputs[place].shape[:] = value
         else:
             setattr(message.inputs[place], name, value)
+    return message
+
+
+def _stop(server: Server, request_id: str) -> Any:
+    """A message that stops the request with this id."""
+    message = server.message("")
+    message.id = request_id
+    shape = [1, 1] if server.client.interface().batched else [1]
+    message.inputs.add(name="stop", datatype="BOOL", shape=shape)
+    message.raw_input_contents.append(b"\1")
+    return message
+
+
+def _engine_call(tokens: int) -> Any:
+    """A call of the target of the layout bls that wants the logits of so many tokens."""
+    message = service_pb2.ModelInferRequest(model_name="tensorrt_llm")
+    numbers = {"input_ids": [1, 2], "input_lengths": [2], "request_output_len": [tokens]}
+    for name, values in numbers.items():
+        message.inputs.add(name=name, datatype="INT32", shape=[1, len(values)])
+        message.raw_input_contents.append(struct.pack(f"<{len(values)}i", *values))
+    message.inputs.add(name="return_generation_logits", datatype="BOOL", shape=[1, 1])
+    message.raw_input_contents.append(b"\1")
     return message
 
 
@@ -205,6 +238,20 @@ HOSTILE: dict[str, Attack] = {
     "a million tokens": lambda server: server.message("abcd", max_tokens=1_000_000),
     "a deadline of a week": lambda server: server.message("abcd", timeout_ms=7 * 86_400_000),
     "drafts without end": lambda server: server.message("abcd", num_draft_tokens=100_000),
+}
+# Only llmapi can be asked to stop a request. No model counts these, nor those to an engine model.
+STOPS: dict[str, Attack] = {
+    "a stop for an id that nobody has": lambda server: _stop(server, "1"),
+}
+ENGINE_HOSTILE: dict[str, Attack] = {
+    "the logits of a million tokens": lambda server: _engine_call(1_000_000),
+}
+NOT_COUNTED = frozenset([*TRITON_REFUSES, *STOPS, *ENGINE_HOSTILE])
+DEAD_MODEL = "[error] the model's process"  # triton/native/backend.cpp
+# What has to be in the answer, where it says more than that something is refused.
+WORDS = {
+    "a stop for an id that nobody has": "[cancelled] no request with id '1' is running",
+    "the logits of a million tokens": "return_generation_logits of 1000000 tokens takes",
 }
 
 
@@ -250,18 +297,27 @@ class Traffic:
 
         try:
             if kind in ("malformed", "hostile"):
-                attacks = MALFORMED if kind == "malformed" else HOSTILE
+                attacks = MALFORMED if kind == "malformed" else server.hostile
                 name = chance.choice(list(attacks))
                 message = attacks[name](server)
                 try:
                     server.send(message)
-                except RequestRefused:
-                    return answer("refused", by_model=name not in TRITON_REFUSES)
+                except RequestRefused as error:
+                    is_told = WORDS.get(name, "") in str(error)
+                    return answer(
+                        "refused",
+                        "right" if is_told else "wrong",
+                        why="" if is_told else f"{name}: {error}",
+                        by_model=name not in NOT_COUNTED,
+                    )
                 return answer("answered", "wrong", why=f"{name} was answered, not refused")
             case = chance.choice(self._cases)
             options = Options(max_tokens=case.max_tokens, temperature=0.0)
             if kind == "cancelled":
                 hang_up_after = chance.randrange(1, 4)
+                if "stop" in server.client.interface().inputs and chance.random() < 0.5:
+                    name = f"request {chance.getrandbits(64)}"
+                    return answer(*self.stopped(server, case, name, hang_up_after))
                 for number, _ in enumerate(server.client.stream(case.prompt, options), 1):
                     if number == hang_up_after:
                         break
@@ -276,6 +332,28 @@ class Traffic:
             return answer("unavailable", why=str(error))
         except RequestRefused as error:
             return answer("refused", "wrong", why=f"an honest request was refused: {error}")
+
+    def stopped(self, server: Server, case: Case, name: str, after: int) -> tuple[Outcome, Verdict]:
+        """Run a case that is stopped by its id after so many chunks, if it is not over by then."""
+        options = Options(max_tokens=case.max_tokens, temperature=0.0)
+        try:
+            chunks = server.client.stream(case.prompt, options, request_id=name)
+            for number, _ in enumerate(chunks, 1):
+                if number == after and not self._is_stopped(server, name):
+                    return "refused", "wrong"
+        except RequestRefused as error:
+            return "cancelled", "right" if "cancelled by the client" in str(error) else "wrong"
+        return "answered", "right"
+
+    @staticmethod
+    def _is_stopped(server: Server, name: str) -> bool:
+        """Whether a stop for this id is answered as one; it may come too late."""
+        try:
+            server.send(_stop(server, name))
+        except RequestRefused as error:
+            over = f"no request with id {name!r} is running"
+            return str(error) in ("[cancelled] cancelled by the client", f"[cancelled] {over}")
+        return False
 
     def _judged(self, case: Case, timed: RequestTiming, *, is_greedy: bool) -> tuple[Verdict, str]:
         if timed.output_tokens != len(timed.token_ids):
@@ -296,7 +374,10 @@ def references(repository: Path, client: Client, cases: Sequence[Case]) -> dict[
 
     from toolkit.engines.registry import loader
 
-    folder = repository / MODEL / "1" / "engines" / "target"
+    version = repository / MODEL / "1"
+    folder = version / "engine"  # of the layout bls
+    if not folder.is_dir():
+        folder = version / "engines" / "target"
     engine = loader("torch").load(folder, threads=1)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     found = {}

@@ -51,7 +51,8 @@ def stub_of(root: int, model: str) -> int:
     for process in tree(root):
         with contextlib.suppress(OSError):
             words = (PROC / str(process) / "cmdline").read_bytes().split(b"\0")
-            if b"stub" in words[0] and any(f"/{model}/".encode() in word for word in words):
+            is_python = b"stub" in words[0] or any(b"native.worker" in word for word in words)
+            if is_python and any(f"/{model}/".encode() in word for word in words):
                 return process
     raise LookupError(f"no stub of {model} under process {root}")
 
@@ -109,9 +110,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
-            root = self._root()
-            if root is not None:
-                self.samples.append(sample_of(root))
+            with contextlib.suppress(FileNotFoundError):  # of the pid: the server has just ended
+                root = self._root()
+                if root is not None:
+                    self.samples.append(sample_of(root))
 
 
 def sample_of(root: int) -> Sample:

@@ -271,3 +271,16 @@ def test_what_a_probe_sees_is_on_average_what_the_rule_accepts(rule: type[Reject
     if rule is SampleMatch:
         accepted = target_probs * draft_probs
     assert seen == pytest.approx(float(accepted.sum()))
+
+
+@pytest.mark.parametrize(("vocab_size", "most"), [(2048, 32), (128_000, 5)])
+def test_a_large_vocabulary_has_little_noise_made_in_advance(vocab_size: int, most: int) -> None:
+    """A burst has few steps then, and copying the noise would take longer than they do."""
+    rule = Coupled(Sampling(temperature=0.7, seed=3), vocab_size)
+    position = 10
+    for _ in range(10):
+        rule.foresee(position, 4)
+        rule.pass_step(position, 4, 4, 4)
+        position += 5
+    races = rule.foresee(position, 4).races
+    assert races is not None and len(races) == most

@@ -235,6 +235,27 @@ def test_a_dear_probe_waits_until_it_is_a_small_share_of_the_time() -> None:
     assert state.probe_after * decider.costs.step_ns(1, 1) * 0.02 > decider.costs.probe_ns(1)
 
 
+def test_first_probes_of_many_short_texts_take_a_small_share_of_the_time() -> None:
+    """Each of them is due after eight tokens, long before it has saved up for one by itself."""
+    decider, spent, passed = controller(Costs(probe=2.0)), 0.0, 0.0
+    decider.expected_acceptance = 0.1
+    for _ in range(200):
+        states = [decider.begin() for _ in range(4)]
+        decider.reconsider()
+        for _ in range(32):
+            if not decider.keeps(4):
+                decider.choose(states)
+                assert {(state.draft_len, state.reason) for state in states} == {(0, "acceptance")}
+            passed += decider.costs.step_ns(4, 1)
+            for state in states:
+                decider.note_plain(state, 1)
+            if decider.may_probe() and any(map(decider.is_probe_due, states)):
+                spent += decider.costs.probe_ns(4)
+                for state in states:
+                    decider.note_probe(state, [0.0] * PROBE_TOKENS, 4)
+    assert 0.005 * passed < spent < 0.015 * passed
+
+
 def test_nothing_is_probed_at_a_load_where_no_draft_pays() -> None:
     saturated = Costs(verify=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), draft=0.2)
     decider = controller(saturated)
@@ -526,7 +547,7 @@ def probed(decider: Controller, rows: list[Row]) -> float:
     """Choose the lengths, with what is probed first. Returns the time of the probes."""
     if not decider.keeps(len(rows)):
         decider.choose([row.state for row in rows])
-    if not any(decider.is_probe_due(row.state) for row in rows):
+    if not decider.may_probe() or not any(decider.is_probe_due(row.state) for row in rows):
         return 0.0
     due = [row for row in rows if decider.is_due_soon(row.state)]
     for row in due:

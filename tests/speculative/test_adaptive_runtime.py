@@ -18,11 +18,12 @@ from tests.support.runtimes import (
     serve,
     serve_one,
 )
-from tests.support.step_engines import TableEngine
+from tests.support.step_engines import BurstingTableEngine, TableEngine
 from toolkit.interfaces import GenerationRequest, TokenEvent
 from toolkit.speculative.adaptive import AdaptiveSettings
+from toolkit.speculative.bursts import MAX_STEPS
 from toolkit.speculative.costs import Figures, StepCosts
-from toolkit.speculative.drafters import NgramDrafter
+from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
 from toolkit.speculative.runtime import SpeculativeRuntime
 
 ADAPTIVE = AdaptiveSettings(probe_every_tokens=4)
@@ -76,7 +77,7 @@ class StillCosts(StepCosts):
 
 def still(figures: Figures, probe: float = 10.0) -> StillCosts:
     stills = StillCosts(figures, probe)
-    stills._host = 1.0
+    stills._host = stills._host_alone = 1.0
     return stills
 
 
@@ -97,9 +98,16 @@ def adaptive(target: TableEngine, draft: TableEngine | None, **options: Any) -> 
     batch=st.sampled_from([1, 3, 8]),
     kind=st.sampled_from(sorted(SEEDED)),
     max_tokens=st.integers(1, 60),
+    target_kind=st.sampled_from([TableEngine, BurstingTableEngine]),
 )
 def test_lengths_that_jump_about_change_no_text(
-    draft_seed: int, cost_seed: int, closeness: float, batch: int, kind: str, max_tokens: int
+    draft_seed: int,
+    cost_seed: int,
+    closeness: float,
+    batch: int,
+    kind: str,
+    max_tokens: int,
+    target_kind: type[TableEngine],
 ) -> None:
     requests = requests_of(8, max_tokens, **SEEDED[kind])
     draft_len = 4
@@ -110,22 +118,48 @@ def test_lengths_that_jump_about_change_no_text(
         max_draft_len=draft_len if kind == "rejection" else 0,
     )
     expected = [serve_one(plain, request).ids for request in requests]
-    target = TableEngine(1, closeness=closeness, max_batch_size=batch)
+    target = target_kind(1, closeness=closeness, max_batch_size=batch)
     draft = TableEngine(draft_seed, closeness=closeness, max_batch_size=batch)
     runtime = adaptive(target, draft, max_draft_len=draft_len, costs=RandomCosts(cost_seed))
     assert [outcome.ids for outcome in serve(runtime, requests)] == expected
     assert_idle(runtime, target, draft)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "coupled", "rejection without a seed"])
+@pytest.mark.parametrize("kind", ["greedy", "coupled", "rejection without a seed", "in bursts"])
 def test_a_bad_draft_is_given_up_and_its_steps_say_why(kind: str) -> None:
-    sampling = SEEDED.get(kind, {"temperature": 0.9})
-    runtime = adaptive(engine(1), engine(99))
+    sampling = SEEDED.get(kind, {} if kind == "in bursts" else {"temperature": 0.9})
+    target = BurstingTableEngine(1, max_seq_len=512) if kind == "in bursts" else engine(1)
+    runtime = adaptive(target, engine(99))
     stats = serve_one(runtime, make_request(PROMPTS[3], 200, **sampling)).stats
     assert stats.steps_by_reason["acceptance"] > 100
     assert sum(stats.steps_by_reason.values()) == stats.verify_steps
     assert stats.draft_len_changes >= 1
     assert 0 < stats.draft_probes < 30
+
+
+def test_bursts_say_that_the_host_takes_nothing_of_a_request_alone() -> None:
+    """But nothing of what it takes of batches."""
+    target = BurstingTableEngine(1, max_seq_len=512)
+    costs = StepCosts(figures(300.0, 1000.0), 10.0)
+    runtime = adaptive(target, engine(99), costs=costs)
+    host = costs._host
+    serve_one(runtime, make_request(PROMPTS[3], 200))
+    assert sum(target.bursts) > 150
+    assert costs._host == host
+    assert costs._host_alone < host / 10
+    runtime.close()
+
+
+def test_decisions_that_change_nothing_end_no_burst() -> None:
+    """Each step of a burst is taken before the next one begins, as on a fast host."""
+    target = BurstingTableEngine(1, max_seq_len=1024)
+    runtime = adaptive(target, TableEngine(1, max_seq_len=1024))
+    assert runtime._bursts is not None
+    target.before_step = lambda step: runtime._bursts.take_known()
+    stats = serve_one(runtime, make_request(PROMPTS[3], 600)).stats
+    runtime.close()
+    assert stats.draft_len_changes <= 2
+    assert target.bursts.count(MAX_STEPS) >= 2
 
 
 class FadingDraft(TableEngine):
@@ -159,6 +193,30 @@ def test_a_draft_that_is_right_again_is_used_again_with_a_whole_cache(kind: str)
     sizes = [len(event.token_ids) for event in outcome.events]
     assert sizes[-12:-2] == [5] * 10
     assert stats.steps_by_reason["acceptance"] > 80
+
+
+@pytest.mark.parametrize("kind", ["greedy", "coupled"])
+def test_a_probe_that_fails_leaves_its_requests_to_plain_decoding(kind: str) -> None:
+    class NoProbes(ModelDrafter):
+        probes = 0
+
+        def probe(self, *args: Any) -> Any:
+            self.probes += 1
+            super().probe(*args)
+            raise RuntimeError("planted fault")
+
+    target, draft = engine(1), engine(99)
+    drafter = NoProbes(draft)
+    runtime = adaptive(target, draft, drafter=drafter)
+    requests = [make_request(PROMPTS[i], 200, str(i), **SEEDED[kind]) for i in range(3)]
+    outcomes = serve(runtime, requests)
+    plain = make_runtime(engine(1), max_draft_len=0)
+    assert [o.ids for o in outcomes] == [o.ids for o in serve(plain, requests)]
+    assert 1 <= drafter.probes <= 3
+    for stats in (outcome.stats for outcome in outcomes):
+        assert stats.steps_by_reason["draft failed"] > 0
+        assert "planted fault" in str(stats.draft_failure)
+    assert_idle(runtime, target, draft)
 
 
 def test_the_prompt_is_not_fed_to_a_draft_that_is_not_used() -> None:

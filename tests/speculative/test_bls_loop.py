@@ -179,6 +179,33 @@ def test_a_failed_draft_ends_the_request_or_leaves_it_to_the_target(after: int) 
     assert stats(events).verify_steps == 11
 
 
+class Choosy(Scripted):
+    """The target refuses drafts."""
+
+    def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
+        if drafts.ids:
+            raise RequestError("the shape of draft_logits is wrong")
+        return super().verify(ids, drafts)
+
+
+def test_drafts_that_the_target_refuses_leave_the_request_to_it() -> None:
+    text = [97, 98, 99] * 5
+    events, rounds = serve(Choosy(text, text), on_draft_failure="plain")
+    assert summary(events)[0] == tuple(text[:12])
+    assert "draft_logits is wrong" in str(rounds.draft_failure)
+    assert stats(events).draft_failure == str(rounds.draft_failure)
+    with pytest.raises(RequestError, match=r"^the shape") as caught:
+        serve(Choosy(text, text))
+    assert not isinstance(caught.value, DraftFailed)
+
+
+def test_a_draft_that_fails_after_the_deadline_leaves_nothing_to_decode() -> None:
+    engines = Scripted([97] * 15, [97] * 15, fails_after=0)
+    ticks = iter([0, 1, 2, 3, *[100] * 20])
+    events, _ = serve(engines, on_draft_failure="plain", deadline_ns=50, clock=lambda: next(ticks))
+    assert (events[-1].finish_reason, engines.plain_calls) == ("deadline", 0)
+
+
 @pytest.mark.parametrize("draft_len", [0, 3])
 def test_deadlines_and_cancellation_end_between_calls(draft_len: int) -> None:
     engines = Scripted([97] * 20, [0] * 20)

@@ -204,7 +204,7 @@ def test_probes_correct_their_own_figure() -> None:
     costs = flat_costs()
     for _ in range(200):
         costs.note_probe(2, 400)
-    assert costs.probe_ns(1) == pytest.approx(200, rel=0.05)
+    assert costs.probe_ns(1) == pytest.approx(200, rel=0.06)
 
 
 def test_a_bad_moment_cannot_make_plain_decoding_look_slower_than_drafting() -> None:

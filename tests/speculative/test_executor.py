@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.step_engines import TableEngine
+from tests.support.step_engines import PackingTableEngine, TableEngine
+from toolkit.engines.embedded.engine import open_checkpoint
 from toolkit.errors import RequestError
 from toolkit.interfaces import Sampling
 from toolkit.speculative.executor import Call, Executor, Output
@@ -93,6 +95,149 @@ def test_calls_made_together_get_what_each_gets_alone() -> None:
     together = run(Executor(TableEngine(1, max_batch_size=3)), *calls)
     for call, outputs in zip(calls, together, strict=True):
         (alone,) = run(Executor(TableEngine(1)), call)
+        assert [output.ids for output in outputs] == [output.ids for output in alone]
+
+
+class Packing(PackingTableEngine):
+    """wanted: the logits that each forward was asked for, per row."""
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        super().__init__(seed, **settings)
+        self.wanted: list[tuple[int, ...]] = []
+
+    def forward_rows(
+        self, slots: Sequence[int], rows: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        self.wanted.append(tuple(wanted))
+        return super().forward_rows(slots, rows, wanted)
+
+
+ENGINES = [TableEngine, Packing]
+
+
+def test_a_step_is_one_forward_of_as_many_tokens_as_the_calls_bring() -> None:
+    """Two that decode, one that verifies three drafts, and a sequence of 40 tokens, of which a
+    forward takes nine. Nothing is padded, and only what is decided has logits.
+    """
+    engine = Packing(1)
+    executor = Executor(engine)
+    executor.submit(Call("a", (1, 2), 30), lambda output: None)
+    executor.submit(Call("b", (3,), 30), lambda output: None)
+    executor.step()
+    engine.packed.clear()
+    engine.wanted.clear()
+    executor.submit(Call("c", (5, 6), 4, drafts=(1, 2, 3)), lambda output: None)
+    executor.submit(Call("d", (4,) * 40, 5), lambda output: None)
+    executor.step()
+    assert (engine.packed[0], engine.wanted[0]) == ((1, 1, 5, 9), (1, 1, 4, 0))
+    while engine.packed[-1] != (1, 1, 1):
+        executor.step()
+    assert engine.packed[1:] == [(1, 1, 9)] * 3 + [(1, 1, 4), (1, 1, 1)]
+    assert engine.wanted[1:] == [(1, 1, 0)] * 3 + [(1, 1, 1), (1, 1, 1)]
+
+
+def test_drafts_are_verified_with_the_last_chunk_that_has_room_for_them() -> None:
+    """Nine tokens in a forward: with 14 there are five left and four drafts; with 15, none fits."""
+    for length, packed in ((14, [(9,), (9,)]), (15, [(9,), (5,), (5,)])):
+        engine = Packing(1)
+        plain = ids_of(Executor(TableEngine(1)), (7,) * length, 5)
+        assert ids_of(Executor(engine), (7,) * length, 5, drafts=plain[:4]) == plain
+        assert engine.packed == packed
+
+
+def first_steps(
+    engine: type[TableEngine], lengths: Sequence[int], *, new_short_every_step: bool = False
+) -> list[int]:
+    """The step in which each sequence, of so many tokens, got its first token."""
+    executor = Executor(engine(1, max_batch_size=16, max_seq_len=400), reuse_prefixes=False)
+    first: dict[str, int] = {}
+    step = 0
+
+    def note(output: Output) -> None:
+        first.setdefault(output.call_id, step)
+
+    for number, length in enumerate(lengths):
+        executor.submit(Call(str(number), (1,) * length, 60), note)
+    while step == 0 or any(str(number) not in first for number in range(len(lengths))):
+        step += 1
+        if new_short_every_step:
+            executor.submit(Call(f"short {step}", (2, 3, 4, 5), 1), lambda output: None)
+        executor.step()
+        assert step < 200
+    return [first[str(number)] for number in range(len(lengths))]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_short_sequence_does_not_wait_for_a_long_one(engine: type[TableEngine]) -> None:
+    """The long one takes 34 chunks of nine."""
+    long, short, other = first_steps(engine, [300, 6, 9])
+    assert max(short, other) <= 3
+    assert long <= 36
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_short_sequence_does_not_wait_while_others_decode(engine: type[TableEngine]) -> None:
+    """Then a step reads one chunk, and the short one has every second turn."""
+    steps = first_steps(engine, [1, 1, 1, 1, 300, 6])
+    assert steps[5] <= 3
+    assert steps[4] <= 36
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_short_sequences_without_end_do_not_starve_a_long_one(engine: type[TableEngine]) -> None:
+    assert first_steps(engine, [90], new_short_every_step=True)[0] <= 21
+
+
+def test_packed_calls_get_exactly_what_padded_ones_get() -> None:
+    """More calls than slots, so chunks and rounds are mixed in every way."""
+    calls = [
+        Call(
+            str(number),
+            tuple(range(1, 2 + 5 * number)),
+            8,
+            drafts=(1, 2, 3)[: number % 4],
+            sampling=Sampling(temperature=0.8 * (number % 2), seed=3),
+            logits=True,
+        )
+        for number in range(7)
+    ]
+    padded, packed = (run(Executor(engine(1, max_batch_size=3)), *calls) for engine in ENGINES)
+    for left, right in zip(padded, packed, strict=True):
+        assert [output.ids for output in left] == [output.ids for output in right]
+        for one, other in zip(left, right, strict=True):
+            assert np.array_equal(one.logits, other.logits)
+
+
+def test_a_model_gives_in_mixed_forwards_what_it_gives_alone(
+    tiny_pair: tuple[Path, Path],
+) -> None:
+    """A transformer in float64, whose forwards of other shapes may differ in the last bits, which
+    changes no token.
+    """
+
+    def executor(slots: int) -> Executor:
+        return Executor(
+            open_checkpoint(
+                tiny_pair[0],
+                dtype="float64",
+                max_batch_size=slots,
+                max_seq_len=96,
+                max_step_tokens=9,
+            )
+        )
+
+    calls = [
+        Call(
+            str(number),
+            (*PROMPTS[8][: 1 + 3 * number], number),
+            20,
+            drafts=(1, 2, 3)[: number % 3],
+            sampling=Sampling(temperature=0.8 * (number % 2), seed=3),
+        )
+        for number in range(8)
+    ]
+    for call, outputs in zip(calls, run(executor(4), *calls), strict=True):
+        (alone,) = run(executor(1), call)
         assert [output.ids for output in outputs] == [output.ids for output in alone]
 
 
@@ -226,6 +371,44 @@ def test_a_failed_forward_ends_its_calls_and_nothing_else() -> None:
     assert outputs[-1].error == "RuntimeError: no more"
     engine.broken = False
     assert ids_of(executor, PROMPTS[2], 3) == ids_of(Executor(TableEngine(1)), PROMPTS[2], 3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_fault_in_a_shared_forward_ends_its_own_call_alone(engine: type[TableEngine]) -> None:
+    class Failing(engine):  # type: ignore[misc,valid-type]
+        """Fails where a slot holds a token 39, after the rows have been appended."""
+
+        def forward(self, slots: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._checked(slots, super().forward(slots, *args, **kwargs))
+
+        def forward_rows(self, slots: Sequence[int], *args: Any) -> torch.Tensor:
+            return self._checked(slots, super().forward_rows(slots, *args))
+
+        def _checked(self, slots: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+            for slot in slots:
+                if 39 in self._cache[slot][4 : 4 + self._lengths[slot]]:
+                    raise RuntimeError("planted fault")
+            return logits
+
+    if engine is TableEngine:
+        del Failing.forward_rows  # it does not pack
+    # A prompt, a sequence of several chunks, and drafts with the token.
+    calls = [
+        Call("0", (1, 2), 9),
+        Call("1", (5, 39, 7, 8), 9),
+        Call("2", (8,) * 20, 9),
+        Call("3", (*(9,) * 19, 39), 9),
+        Call("4", (3, 4), 9, drafts=(39,)),
+        Call("5", (3, 4), 9, drafts=(1,)),
+    ]
+    failing = Failing(1)
+    outcomes = run(Executor(failing), *calls)
+    for call, outputs in zip(calls, outcomes, strict=True):
+        if 39 in (*call.ids, *call.drafts):
+            assert outputs[-1].error == "RuntimeError: planted fault"
+            continue
+        (alone,) = run(Executor(TableEngine(1)), call)
+        assert [output.ids for output in outputs] == [output.ids for output in alone]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

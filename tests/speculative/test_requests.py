@@ -22,6 +22,7 @@ from tests.support.runtimes import (
 from tests.support.step_engines import ChainingTableEngine, FailingEngine, TableEngine
 from toolkit.errors import RequestError, UsageError
 from toolkit.interfaces import TokenEvent
+from toolkit.speculative.drafters import ModelDrafter
 from toolkit.speculative.runtime import QueueFull
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -130,16 +131,12 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     assert_idle(runtime, target, draft)
 
 
-@pytest.mark.parametrize("where", ["target", "draft"])
-def test_a_failed_forward_ends_the_requests_of_its_step_and_no_other(where: str) -> None:
-    engines = {
-        "target": FailingEngine(1, max_batch_size=2),
-        "draft": FailingEngine(2, max_batch_size=2),
-    }
-    runtime = make_runtime(engines["target"], engines["draft"])
+def test_a_failed_forward_ends_the_requests_of_its_step_and_no_other() -> None:
+    target, draft = FailingEngine(1, max_batch_size=2), TableEngine(2, max_batch_size=2)
+    runtime = make_runtime(target, draft)
     requests = [make_request(request_id=str(i), max_tokens=8) for i in range(5)]
     expected = serve_one(make_runtime(TableEngine(1), max_draft_len=0), requests[0]).ids
-    engines[where].failing = frozenset({3})
+    target.failing = frozenset({3})
     outcomes = serve(runtime, requests)
     assert [outcome.finish_reason for outcome in outcomes] == [
         "error",
@@ -150,7 +147,28 @@ def test_a_failed_forward_ends_the_requests_of_its_step_and_no_other(where: str)
     ]
     assert outcomes[0].events[-1].error == "RuntimeError: planted fault"
     assert all(outcome.ids == expected for outcome in outcomes[2:])
-    assert_idle(runtime, *engines.values())
+    assert_idle(runtime, target, draft)
+
+
+def test_a_slot_that_cannot_be_freed_is_told_and_used_again() -> None:
+    class Refusing(TableEngine):
+        refuses = True
+
+        def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+            if self.refuses:
+                self.refuses = False
+                raise RuntimeError("planted fault")
+            super().rewind(slots, lengths)
+
+    target = Refusing(1, max_batch_size=1)
+    runtime = make_runtime(target, max_draft_len=0, reuse_prefixes=True)
+    first, second = serve(runtime, [make_request(), make_request(request_id="b")])
+    assert first.finish_reason == "error"
+    assert first.events[-1].error == "RuntimeError: planted fault"
+    assert second.ids == serve_one(make_runtime(TableEngine(1)), make_request()).ids
+    counters = runtime.counters()
+    assert (counters.active, counters.queued) == (0, 0)
+    assert counters.requests == {"error": 1, "length": 1}
 
 
 def test_a_fault_in_prefill_ends_that_request_alone() -> None:
@@ -241,6 +259,101 @@ def test_a_draft_that_is_not_finite_leaves_its_request_to_plain_decoding(
             outcome.ids for outcome in serve(plain, requests)
         ]
     assert_idle(runtime, draft)
+
+
+class FailingDraft(ModelDrafter):
+    """Raises in one of its methods, named by `failing`, after it has changed its cache."""
+
+    failing = ""
+    calls = 0
+
+    def _after(self, name: str) -> None:
+        self.calls += name == self.failing
+        if name == self.failing:
+            raise RuntimeError("planted fault")
+
+    def begin(self, slot: int, source: int, length: int) -> None:
+        super().begin(slot, source, length)
+        self._after("begin")
+
+    def feed(self, slot: int, ids: list[int]) -> None:
+        super().feed(slot, ids)
+        self._after("feed")
+
+    def propose(self, sequences: Sequence[Any]) -> None:
+        if self.failing == "wrong ids":
+            self.calls += 1
+            for row in sequences:
+                row.drafts.append(40)
+                row.rule.adopt(39)
+            return
+        super().propose(sequences)
+        self._after("propose")
+
+    def keep(self, slot: int, length: int) -> None:
+        super().keep(slot, length)
+        self._after("keep")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("acceptance", ["rejection", "coupled", "sample_match"])
+@pytest.mark.parametrize("where", ["begin", "feed", "propose", "wrong ids", "keep"])
+@pytest.mark.parametrize("kind", [TableEngine, ChainingTableEngine])
+def test_a_draft_that_raises_leaves_its_requests_to_plain_decoding(
+    temperature: float, acceptance: str, where: str, kind: Any
+) -> None:
+    target, draft = TableEngine(1, closeness=0.9), kind(2, closeness=0.9)
+    drafter = FailingDraft(draft)
+    runtime = make_runtime(target, draft, drafter=drafter, reuse_prefixes=True)
+    fields: dict[str, Any] = {"temperature": temperature, "acceptance": acceptance, "seed": 3}
+    requests = [make_request((1, 2, last), request_id=str(last), **fields) for last in (3, 4, 5)]
+    requests.append(make_request((1, 2, 6), request_id="plain", draft_len=0, **fields))
+    drafter.failing = where
+    failed = serve(runtime, requests)
+    calls, drafter.failing = drafter.calls, ""
+    assert [outcome.finish_reason for outcome in failed] == ["length"] * 4
+    reasons = [set(outcome.stats.steps_by_reason) for outcome in failed]
+    if where == "keep":  # the requests have ended when it fails
+        assert reasons == [{"fixed"}] * 3 + [{"request"}]
+    else:
+        assert reasons == [{"draft failed"}] * 3 + [{"request"}]
+        assert [outcome.stats.drafted for outcome in failed] == [0] * 4
+        # Nobody tries again: one call for each request, or one for all.
+        assert calls == {"begin": 4, "feed": 3}.get(where, 1)
+        assert all("planted" in str(o.stats.draft_failure) for o in failed[:3]) or (
+            where == "wrong ids" and "outside the vocab" in str(failed[0].stats.draft_failure)
+        )
+        assert [draft.length(slot) for slot in range(8)] == [0] * 8
+    assert failed[3].stats.draft_failure is None
+    again = serve(runtime, requests)
+    plain = serve(make_runtime(TableEngine(1, closeness=0.9), max_draft_len=0), requests)
+    if temperature == 0.0 or acceptance == "coupled":
+        expected = [outcome.ids for outcome in plain]
+        assert [outcome.ids for outcome in failed] == expected
+        assert [outcome.ids for outcome in again] == expected
+    assert min(outcome.stats.accepted for outcome in again[:3]) > 0
+    assert {reason for o in again for reason in o.stats.steps_by_reason} == {"fixed", "request"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("failing", range(12))
+def test_a_draft_that_raises_at_any_forward_changes_no_text(
+    temperature: float, failing: int
+) -> None:
+    """Also in the middle of a block, and with requests that come later."""
+    target = TableEngine(1, closeness=0.9, max_batch_size=2)
+    draft = FailingEngine(2, closeness=0.9, max_batch_size=2)
+    runtime = make_runtime(target, draft)
+    requests = [
+        make_request((1, 2, 3 + i), 16, str(i), temperature=temperature, seed=i) for i in range(6)
+    ]
+    draft.failing = frozenset({failing})
+    outcomes = serve(runtime, requests)
+    plain = make_runtime(TableEngine(1, closeness=0.9), max_draft_len=0)
+    assert [outcome.ids for outcome in outcomes] == [o.ids for o in serve(plain, requests)]
+    assert 1 <= sum(outcome.stats.draft_failure is not None for outcome in outcomes) <= 2
+    assert all(outcome.stats.accepted > 0 for outcome in outcomes[4:])
+    assert_idle(runtime, target, draft)
 
 
 def test_a_receiver_that_fails_ends_its_own_request_only() -> None:

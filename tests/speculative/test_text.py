@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from tests.support.runtimes import CODEC
-from toolkit.errors import CheckpointError
+from tests.support.runtimes import CODEC, RUNAWAY_TEXT, runaway_codec
+from toolkit.errors import CheckpointError, RequestError
 from toolkit.speculative.text import MAX_BROKEN_CHARACTERS, TextCodec
 
 WORDS = ["▁the", "▁cat", "s", "▁", "é", "▁sat", "ing", "▁mat"]
@@ -257,3 +257,29 @@ def test_what_may_become_a_stop_word_is_held_back(text: str, word: str, length: 
     _, released = stream.push(CODEC.encode(text))
     assert text == released + text[len(text) - length :]
     assert released + stream.finish() == text
+
+
+def test_a_text_that_the_tokenizer_gives_up_is_refused_and_the_next_is_encoded() -> None:
+    """The library's limit of tries ends as a PanicException, which is not an Exception."""
+    codec = runaway_codec()
+    with pytest.raises(RequestError, match=r"cannot encode this text: .*retry-limit") as refused:
+        codec.encode(RUNAWAY_TEXT)
+    assert not isinstance(refused.value.__cause__, Exception)
+    assert codec.encode("abc") == CODEC.encode("abc")
+    with pytest.raises(RequestError, match="cannot encode this text"):
+        codec.encode("\ud800")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_ends_the_process_is_no_refusal(error: type[BaseException]) -> None:
+    class Interrupted:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
+            raise error
+
+        def no_truncation(self) -> None: ...
+        def no_padding(self) -> None: ...
+        def get_vocab_size(self, with_added_tokens: bool) -> int:
+            return 1
+
+    with pytest.raises(error):
+        TextCodec(Interrupted()).encode("a")  # type: ignore[arg-type]

@@ -66,14 +66,18 @@ BROKEN_RULES = [accept_by_argmax, without_residual, without_normalisation, bonus
 
 
 class WithRule(Rejection):
-    """Rejection with another accept function."""
+    """Rejection with another accept function, which no engine knows."""
 
     rule: Reject
+
+    @property
+    def bursting(self) -> None:
+        return None
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         target_probs = self._weights(logits, drafts, 0)
         target_probs /= target_probs.sum(axis=-1, keepdims=True)
-        uniforms = [self._random.random() for _ in range(len(drafts) + 1)]
+        uniforms = self._uniforms.take(len(drafts) + 1)
         outcome = type(self).rule(drafts, self._draft_probs, target_probs, uniforms)
         self._draft_probs.clear()
         return outcome

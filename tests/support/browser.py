@@ -70,13 +70,17 @@ def find_browser() -> str | None:
 
 @dataclass(frozen=True)
 class View:
-    """page: a file, or a URL. shown: an expression of JavaScript that is true once the page is complete."""
+    """page: a file, or a URL. does: JavaScript that runs once it has loaded. shown: an expression
+    that is true once the page is complete. reads: an expression whose value `Look.read` gets.
+    """
 
     page: Path | str
     width: int
     dark: bool
     screenshot: Path | None = None
     shown: str = "true"
+    does: str = ""
+    reads: str = "null"
 
     @property
     def url(self) -> str:
@@ -88,7 +92,8 @@ class Look:
     """messages: what the page logged, complaints of the browser included, its recommendations not. requests: addresses other than the page's own.
 
     smallest: font size of the smallest text in a plot, in CSS pixels on the screen; None without plots. cut: sections
-    that are wider than their frame, by their first line. text: what a reader sees.
+    that are wider than their frame, by their first line. text: what a reader sees. read: what the
+    view asked for.
     """
 
     messages: list[str]
@@ -104,6 +109,7 @@ class Look:
     background: str
     ink: str
     smallest: float | None
+    read: Any
 
 
 def look(browser: str, views: Sequence[View], profile: Path) -> list[Look]:
@@ -201,10 +207,14 @@ async def _view(tab: _Protocol, view: View) -> Look:
     tab.events.clear()
     await tab.call("Page.navigate", session, url=view.url)
     await tab.until("Page.loadEventFired")
+    await tab.call("Runtime.evaluate", session, expression=view.does)
     await tab.call("Runtime.evaluate", session, expression=SHOWN % view.shown, awaitPromise=True)
-    found = (await tab.call("Runtime.evaluate", session, expression=MEASURE, returnByValue=True))[
-        "result"
-    ]["value"]
+    found, read = [
+        (await tab.call("Runtime.evaluate", session, expression=expression, returnByValue=True))[
+            "result"
+        ].get("value")
+        for expression in (MEASURE, view.reads)
+    ]
     if view.screenshot is not None:
         shot = await tab.call(
             "Page.captureScreenshot", session, captureBeyondViewport=True, clip=_all_of(view, found)
@@ -225,6 +235,7 @@ async def _view(tab: _Protocol, view: View) -> Look:
             for name, one in params
             if name == "Network.requestWillBeSent" and (url := one["request"]["url"]) != own
         ],
+        read=read,
         **found,
     )
 

@@ -31,10 +31,16 @@ class Candidate:
 
 
 def played(
-    candidate: Candidate, settings: RolloutConfig, seed: int, *, swing: float = 0.5
+    candidate: Candidate,
+    settings: RolloutConfig,
+    seed: int,
+    *,
+    swing: float = 0.5,
+    load: float = 0.0,
 ) -> Iterator[RolloutState]:
     """The state after each session, until the roll-out has ended. It is one object. swing: by which
-    share times rise and fall.
+    share times rise and fall. load: which share of an arm's times comes from the sessions that it
+    has; an arm without any takes 1 - load of the time.
     """
     generator, state = random.Random(seed), RolloutState(settings)
     for number in range(MAX_SESSIONS):
@@ -47,6 +53,7 @@ def played(
             slower, errors = candidate.slower, candidate.errors
             slower *= 5.0 if generator.random() < candidate.tail else 1.0
             accepted *= candidate.acceptance
+        slower *= 1 - load + load * (share if is_candidate else 1 - share)
         is_error = generator.random() < errors
         ttft = day * slower * generator.lognormvariate(4.0, 0.5)
         token = day * slower * generator.lognormvariate(2.0, 0.3)

@@ -6,27 +6,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from toolkit.interfaces import GenerationRequest, RequestStats, Sampling, StepEngine, TokenEvent
 from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 
 
-def byte_codec() -> TextCodec:
-    """One token per byte; the id of an ASCII character is its place in GPT-2's byte alphabet:
-    use encode, not ord.
-    """
+def byte_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return TextCodec(tokenizer)
+    return tokenizer
+
+
+def byte_codec() -> TextCodec:
+    """One token per byte; the id of an ASCII character is its place in GPT-2's byte alphabet:
+    use encode, not ord.
+    """
+    return TextCodec(byte_tokenizer())
 
 
 CODEC = byte_codec()
+RUNAWAY_TEXT = "a" * 40 + "!"
+
+
+def runaway_codec() -> TextCodec:
+    """byte_codec, with an expression that runs away on RUNAWAY_TEXT, and is not refused when a
+    checkpoint is read: its alternatives overlap.
+    """
+    tokenizer = byte_tokenizer()
+    split = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    return TextCodec(tokenizer)
 
 
 def make_runtime(

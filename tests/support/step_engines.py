@@ -4,14 +4,18 @@ and wrappers that misbehave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.interfaces import Chain, Sampling, StepEngine
+from toolkit.interfaces import Burst, Chain, Sampling, StepEngine
+from toolkit.speculative.acceptance import match, reject
 from toolkit.speculative.sampling import draw, normalised, weights
 
 LOOK_BACK = 4  # tokens that the logits depend on
@@ -142,7 +146,8 @@ def chained(
             elif chain.temperature == 0.0:
                 token = int(logits[0].argmax())
             else:
-                row_weights = weights(logits, Sampling(temperature=chain.temperature))
+                sampling = Sampling(chain.temperature, chain.top_k, chain.top_p)
+                row_weights = weights(logits, sampling)
                 if chain.race is not None:
                     token = int((row_weights[0] * chain.race[depth]).argmax())
                 else:
@@ -151,6 +156,96 @@ def chained(
             ids[-1].append(token)
             fed = [max(token, 0)]
     return ids, probs if any(chain.is_drawn for chain in chains) else None
+
+
+class BurstingTableEngine(TableEngine):
+    """A TableEngine that takes verify steps by itself. bursts: how many steps each burst had.
+    before_step: called before each, with its number in the burst. blind_at: the length of a
+    sequence from which on its logits are not finite. doubts_every: so many of the sampled steps are
+    left to the caller, as if rounding decided them.
+    """
+
+    def __init__(
+        self, seed: int, *, blind_at: int | None = None, doubts_every: int = 10**9, **settings: Any
+    ) -> None:
+        super().__init__(seed, **settings)
+        self.bursts: list[int] = []
+        self.before_step: Callable[[int], None] = lambda step: None
+        self._blind_at = blind_at
+        self._until_doubt = itertools.cycle(range(doubts_every - 1, -1, -1))
+
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
+        logits = super().forward(slots, tokens, last_only=last_only)
+        if self._blind_at is not None and self.length(slots[0]) > self._blind_at:
+            logits[:] = float("nan")
+        return logits
+
+    def bursts_with(self, draft: StepEngine) -> bool:
+        return True
+
+    def burst(self, draft: StepEngine | None, burst: Burst) -> tuple[int, bool]:
+        """BurstingEngine.burst, as the sentences there say it."""
+        unread, room, count, goes_on = list(burst.unread), burst.room, 0, True
+        uniforms = [] if burst.uniforms is None else burst.uniforms.tolist()
+        races = None if burst.races is None else burst.races.numpy()
+        is_undecided = False
+        while goes_on and count < len(burst.steps):
+            self.before_step(count)
+            if burst.flags[0]:
+                break
+            wanted = min(burst.draft_len, room - 1) if draft is not None else 0
+            if burst.uniforms is not None and len(uniforms) < 2 * wanted + 1:
+                break
+            if races is not None and len(races) < wanted + 1:
+                break
+            sampling = burst.sampling
+            if sampling.temperature and next(self._until_doubt) == 0:
+                is_undecided = True
+                break
+            drafts: list[int] = []
+            probs: Any = None
+            if draft is not None and wanted:
+                race = None if races is None else races[:wanted]
+                own = (sampling.temperature, uniforms[:wanted], race)
+                filters = (sampling.top_k, sampling.top_p)
+                chain = Chain(burst.slot, unread, wanted, *own, *filters)
+                (drafts,), probs = chained(draft, [chain])
+                drafts = drafts[: [*drafts, -1].index(-1)]
+            block = torch.tensor([[unread[-1], *drafts]])
+            logits = self.forward([burst.slot], block)[0].numpy()
+            rows = weights(logits, sampling if sampling.temperature else Sampling(1.0))
+            if not np.isfinite(logits).all():
+                accepted, token = 0, -1
+            elif burst.uniforms is not None:
+                rest = uniforms[wanted : wanted + len(drafts) + 1]
+                accepted, token = reject(
+                    drafts, () if probs is None else probs[0], normalised(rows), rest
+                )
+                del uniforms[: wanted + len(drafts) + 1]
+            else:
+                noise = 1.0 if races is None else races[: len(rows)]
+                accepted, token = match(drafts, (rows * noise).argmax(-1).tolist().__getitem__)
+                races = None if races is None else races[accepted + 1 :]
+            numbers = [len(drafts), accepted, 1, 2, time.monotonic_ns(), *drafts, token]
+            burst.steps[count, : len(numbers)] = torch.tensor(numbers)
+            read = self.length(burst.slot) - len(drafts) + accepted
+            self.rewind([burst.slot], [read])
+            new = [*drafts[:accepted], token]
+            if draft is not None and wanted:
+                draft.rewind([burst.slot], [min(draft.length(burst.slot), read)])
+                unread = (drafts[-1:] if drafts and accepted == len(drafts) else []) + [token]
+            else:
+                unread = [token]
+            room -= len(new)
+            goes_on = room > 0 and len(drafts) == wanted and not {*new} & {-1, *burst.end_ids}
+            count += 1
+            burst.flags[1] = count
+            if burst.event_fd >= 0:
+                os.eventfd_write(burst.event_fd, 1)
+        self.bursts.append(count)
+        return count, is_undecided
 
 
 class ForgetfulRewind(TableEngine):

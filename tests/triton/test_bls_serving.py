@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import urllib.error
@@ -22,8 +23,15 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import np_to_triton_dtype
 
-from tests.support.serving import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_INPUT_LEN, MAX_SEQ_LEN
+from tests.support.serving import (
+    MAX_BATCH_SIZE,
+    MAX_DRAFT_LEN,
+    MAX_INPUT_LEN,
+    MAX_SEQ_LEN,
+    add_bls_variant,
+)
 from toolkit.client import Client, Options, RequestRefused
+from toolkit.triton.package import model_config
 from toolkit.triton.process.server import TritonServer
 
 PROMPTS = tuple(f"def f{number}(x): return {'x' * (number % 7)}" for number in range(16))
@@ -464,6 +472,79 @@ def test_a_draft_that_failed_is_left_alone_for_a_while(tiny_bls_server: TritonSe
     assert any("the draft failed less than 10 s ago" in (failure or "") for failure in failures)
 
 
+WRONG_DRAFT = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.wrong = json.loads(args["model_config"])["parameters"]["wrong"]["string_value"]
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            asked = pb_utils.get_input_tensor_by_name(request, "request_output_len")
+            count = int(asked.as_numpy().reshape(-1)[0])
+            ids = np.full((1, 1, count), 300 if self.wrong == "ids" else 100, np.int32)
+            logits = np.zeros((1, 1, count, 500 if self.wrong == "wide" else 258), np.float32)
+            if self.wrong == "nan":
+                logits[:] = np.nan
+            tensors = [
+                pb_utils.Tensor("output_ids", ids),
+                pb_utils.Tensor("sequence_length", np.array([[count]], np.int32)),
+                pb_utils.Tensor("generation_logits", logits),
+            ]
+            if self.wrong == "length":
+                del tensors[1]
+            sender.send(
+                pb_utils.InferenceResponse(tensors),
+                flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            )
+"""
+
+
+def test_a_draft_that_answers_wrongly_fails_no_request(
+    tiny_bls_server: TritonServer, client: Client, tmp_path: Path
+) -> None:
+    """On a server of its own, with drafts that each are wrong in their way."""
+    told = {
+        "ids": "outside the vocabulary: 300 to 300",
+        "nan": "not finite",
+        "wide": "the target did not verify its drafts",
+        "length": "no sequence_length",
+    }
+    repository = tmp_path / "repository"
+    shutil.copytree(tiny_bls_server.repository, repository)
+    for folder in repository.glob("bls_*"):
+        shutil.rmtree(folder)
+    for wrong in told:
+        draft = repository / f"draft_{wrong}"
+        shutil.copytree(repository / "tensorrt_llm_draft", draft)
+        config = model_config.read(draft / "config.pbtxt")
+        config.name, config.backend = draft.name, "python"
+        config.parameters["wrong"].string_value = wrong
+        model_config.write(config, draft / "config.pbtxt")
+        (draft / "1" / "model.py").write_text(WRONG_DRAFT)
+        parameters = {"tensorrt_llm_draft_model_name": draft.name}
+        add_bls_variant(repository, f"bls_{wrong}", parameters)
+    options = Options(max_tokens=12, temperature=0.8, acceptance="rejection")
+    expected = client.generate(PROMPTS[9], max_tokens=12, num_draft_tokens=0)
+    with TritonServer(repository) as server:
+        for wrong, message in told.items():
+            with variant(server, wrong) as wronged:
+                answer = wronged.generate(PROMPTS[9], options)
+                assert message in str(answer.statistics.draft_failure), wrong
+                assert len(answer.token_ids) == 12 or answer.finish_reason == "stop"
+                greedy = wronged.generate(
+                    PROMPTS[9], max_tokens=12
+                )  # while the draft is left alone
+                assert greedy.token_ids == expected.token_ids
+                assert message in str(greedy.statistics.draft_failure)
+                steps = greedy.statistics.steps_by_reason
+                assert steps == {"draft failed": greedy.statistics.verify_steps}
+
+
 def test_the_draft_gives_up_before_the_request_does(tiny_bls_server: TritonServer) -> None:
     def timeout_s(model: str) -> float:
         url = f"http://{tiny_bls_server.http_url}/v2/models/{model}/config"
@@ -493,19 +574,101 @@ def test_a_dead_draft_is_an_error_or_leaves_the_request_to_the_target(
         server.check()
 
 
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_draft_that_dies_or_stands_still_in_mid_stream_fails_no_request(
+    tiny_bls_server: TritonServer, client: Client, sign: signal.Signals
+) -> None:
+    """On a server of its own. The draft is stopped within a call: it is the draft's turn when the
+    process does not run and no token comes.
+    """
+    options = Options(max_tokens=100, temperature=1.2, seed=3)
+    expected = client.generate(PROMPTS[0], options, num_draft_tokens=0)
+    with (
+        TritonServer(tiny_bls_server.repository) as server,
+        Client(server.grpc_url, timeout_s=60) as own,
+    ):
+        draft = stub_of("tensorrt_llm_draft", server.pid)
+        answers = [own.stream(prompt, options) for prompt in (PROMPTS[0], PROMPTS[1])]
+        seen = [[next(answer), next(answer), next(answer)] for answer in answers]
+        os.kill(draft, signal.SIGSTOP)
+        time.sleep(0.3)
+        began = time.monotonic()
+        if sign == signal.SIGKILL:
+            os.kill(draft, sign)
+        with ThreadPoolExecutor(2) as pool:
+            rests = list(pool.map(list, answers))
+        seconds = time.monotonic() - began
+        chunks = seen[0] + rests[0]
+        assert tuple(token for chunk in chunks for token in chunk.token_ids) == expected.token_ids
+        for rest in rests:
+            assert rest[-1].statistics is not None
+            assert "tensorrt_llm_draft" in str(rest[-1].statistics.draft_failure)
+        assert seconds < (5.0 if sign == signal.SIGKILL else 20.0)
+        again = own.generate(PROMPTS[0], options)
+        assert (again.token_ids, again.statistics.drafted) == (expected.token_ids, 0)
+        server.check()
+        killed = "stands still and is killed" in server.log_path.read_text()
+        assert killed == (sign == signal.SIGSTOP)
+
+
+HANGING = """
+
+from pathlib import Path
+
+def hanging(self, step=Executor.step):
+    while self._open and Path(__file__).with_name("hang").exists():
+        time.sleep(0.05)
+    return step(self)
+
+Executor.step = hanging
+"""
+
+
+def test_a_draft_whose_forward_does_not_return_is_given_up_and_ended(
+    tiny_bls_server: TritonServer, client: Client, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    shutil.copytree(tiny_bls_server.repository, repository)
+    for folder in repository.glob("bls_*"):
+        shutil.rmtree(folder)
+    draft = repository / "tensorrt_llm_draft"
+    config = model_config.read(draft / "config.pbtxt")
+    config.parameters["request_timeout_s"].string_value = "2"
+    model_config.write(config, draft / "config.pbtxt")
+    model = draft / "1" / "model.py"
+    model.write_text(model.read_text() + HANGING)
+    expected = client.generate(PROMPTS[0], max_tokens=40, num_draft_tokens=0)
+    with TritonServer(repository) as server, Client(server.grpc_url, timeout_s=60) as own:
+        pid = stub_of("tensorrt_llm_draft", server.pid)
+        assert own.generate(PROMPTS[0], max_tokens=40).statistics.drafted
+        model.with_name("hang").touch()
+        began = time.monotonic()
+        answer = own.generate(PROMPTS[0], max_tokens=40)
+        assert 2.0 < time.monotonic() - began < 8.0
+        assert answer.token_ids == expected.token_ids
+        assert "the engine does not answer" in str(answer.statistics.draft_failure)
+        assert eventually(lambda: state_of(pid) in ("Z", ""))
+        assert own.generate(PROMPTS[0], max_tokens=40).token_ids == expected.token_ids
+        server.check()
+
+
+def state_of(pid: int) -> str:
+    """The state of a process in /proc; empty if it is gone."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
 def stub_of(model: str, server: int) -> int:
-    """The process that runs a Python model of this server."""
+    """The process that runs a Python model of this server, with whichever backend."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):
             continue
-        if (
-            parent == server
-            and "triton_python_backend_stub" in words[0]
-            and f"/{model}/" in words[1]
-        ):
+        if parent == server and any(f"/{model}/" in word for word in words):
             return int(folder.name)
     raise AssertionError(f"no process runs {model}")
 

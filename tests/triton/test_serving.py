@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from tests.support.serving import (
     MAX_INPUT_LEN,
     MAX_QUEUE_SIZE,
     MAX_SEQ_LEN,
+    package_pair,
 )
 from toolkit.client import Client, Completion, Options, RequestRefused
 from toolkit.triton.process.server import TritonServer
@@ -523,3 +526,39 @@ def test_overload_is_refused_at_once_and_the_rest_is_served(
     assert after["toolkit_requests:overloaded"] - before.get(
         "toolkit_requests:overloaded", 0
     ) == len(refusals)
+
+
+def test_a_damaged_draft_fails_no_request_and_everybody_is_told(
+    client: Client, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    target, draft = tiny_pair
+    shutil.copytree(draft, tmp_path / "damaged")
+    (weights,) = (tmp_path / "damaged").glob("*.safetensors")
+    damaged = {name: tensor * float("nan") for name, tensor in load_file(weights).items()}
+    save_file(damaged, weights, {"format": "pt"})
+    repository = package_pair((target, tmp_path / "damaged"), tmp_path / "packaged").path
+    with (
+        TritonServer(repository) as server,
+        Client(server.grpc_url, timeout_s=60) as damaged_client,
+    ):
+        for options in (Options(max_tokens=20), Options(max_tokens=20, temperature=0.8, seed=7)):
+            expected = client.generate(PROMPTS[0], options, num_draft_tokens=0)
+            answer = damaged_client.generate(PROMPTS[0], options)
+            assert answer.token_ids == expected.token_ids
+            assert "not finite" in str(answer.statistics.draft_failure)
+            chunks = list(damaged_client.stream(PROMPTS[0], options))
+            assert "".join(chunk.text for chunk in chunks) == expected.text
+            assert chunks[-1].statistics is not None
+            assert "not finite" in str(chunks[-1].statistics.draft_failure)
+        plain = damaged_client.generate(PROMPTS[0], max_tokens=20, num_draft_tokens=0).statistics
+        assert plain.draft_failure is None
+        status, text = post(
+            server, "generate", {"text_input": PROMPTS[0], "sampling_param_max_tokens": 9}
+        )
+        assert "not finite" in json.loads(text)["draft_failure"], status
+        assert eventually(
+            lambda: metrics(server).get("toolkit_draft_len_steps:draft failed", 0) > 0
+        )
+        assert "since the draft failed" in server.log_path.read_text()

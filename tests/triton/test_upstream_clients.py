@@ -21,7 +21,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from tests.support import upstream_clients as upstream
-from tests.support.serving import MAX_DRAFT_LEN, MAX_SEQ_LEN, package_pair
+from tests.support.serving import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_SEQ_LEN, package_pair
 from tests.support.upstream_clients import infer, int32
 from toolkit.bench.counters import read_counters
 from toolkit.client import Client
@@ -351,6 +351,39 @@ def test_an_engine_model_ends_calls_that_are_late(
             infer(raw, "tensorrt_llm", tensors)
         short = upstream.core_inputs([256, 100], 2, end_id=-1, pad_id=257)
         assert infer(raw, "tensorrt_llm", short).as_numpy("output_ids").size == 4
+
+
+def test_an_engine_model_ends_calls_whose_clients_hang_up(
+    raw: triton_grpc.InferenceServerClient,
+) -> None:
+    """A hundred whole sequences over four slots take 25 times as long as four. A call behind them
+    waits less than half of that if nobody waits for them any more: those that run end, and those
+    that wait never begin.
+    """
+    answers: queue.Queue[Any] = queue.Queue()
+    whole = upstream.tensor_inputs(
+        upstream.core_inputs([256, 100], MAX_SEQ_LEN - 3, end_id=-1, pad_id=257)
+    )
+
+    def started(count: int) -> list[Any]:
+        return [
+            raw.async_infer("tensorrt_llm", whole, lambda result, error: answers.put(error))
+            for _ in range(count)
+        ]
+
+    start = time.monotonic()
+    started(MAX_BATCH_SIZE)
+    assert [answers.get(timeout=60) for _ in range(MAX_BATCH_SIZE)] == [None] * MAX_BATCH_SIZE
+    batch_s = time.monotonic() - start
+    calls = started(100)
+    time.sleep(batch_s / 4)  # Triton has handed them to the model
+    for call in calls:
+        call.cancel()
+    start = time.monotonic()
+    short = upstream.core_inputs([256, 100], 2, end_id=-1, pad_id=257)
+    assert infer(raw, "tensorrt_llm", short).as_numpy("output_ids").size == 4
+    waited_s = time.monotonic() - start
+    assert waited_s < 12 * batch_s
 
 
 def test_the_llmapi_client_is_served_and_stops(unary_server: TritonServer) -> None:

@@ -298,6 +298,17 @@ def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_los
     assert (default.outcome, default.limit) == ("NOT JUDGED", 0.05)
 
 
+def test_what_an_fp8_kv_cache_of_the_engine_costs_is_in_no_figure() -> None:
+    """It was not measured, so nothing that is silent about it passes."""
+    (default,) = quality_gates(None, QualityGates(), quantized=False, fp8_kv_at_1=True)
+    assert default.outcome == "NOT JUDGED" and "FP8 KV cache" in default.detail
+    stated = QualityGates(max_kl=0.05)
+    (asked,) = quality_gates(None, stated, quantized=False, fp8_kv_at_1=True)
+    assert asked.outcome == "FAIL" and "Remove engine.kv_cache_dtype" in str(asked.next_step)
+    (measured,) = quality_gates(QUALITY, QualityGates(), quantized=True, fp8_kv_at_1=True)
+    assert "of 40 held-out texts (without the FP8 KV cache at scale 1), 95%" in measured.detail
+
+
 @pytest.mark.parametrize(
     ("ratio", "result"),
     [

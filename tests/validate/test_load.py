@@ -47,7 +47,8 @@ def test_a_percentile_without_its_samples_is_inconclusive() -> None:
     gates = judged(load_run(count=900), max_ttft_p99_ms=1e6)
     gate = gates["ttft_p99@8/s"]
     assert gate.outcome == "INCONCLUSIVE" and "900 samples; p99 needs 1000" in gate.detail
-    assert gate.next_step is not None and "validation.load.max_seconds" in gate.next_step
+    # Two arms, 1,000 answers each at 8/s, behind a tenth that leads in: 278 s.
+    assert gate.next_step is not None and "validation.load.max_seconds: 280" in gate.next_step
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,15 @@ def test_an_arm_that_falls_behind_is_told() -> None:
     assert list(load_findings(load_run(plain_ms=70.0), None)) == []
     (found,) = load_findings(load_run(plain_ms=280.0), None)
     assert found.severity == "note" and "the plain arm answered 3." in found.detail
-    (own,) = load_findings(load_run(plain_ms=70.0, speculative_ms=280.0), None)
+    own, slower = load_findings(load_run(plain_ms=70.0, speculative_ms=280.0), None)
     assert own.severity == "warning" and "the speculative arm answered 3." in own.detail
+    assert slower.severity == "warning" and "than they save" in slower.detail
+
+
+def test_speculation_that_slows_requests_down_at_this_rate_is_told() -> None:
+    (slower,) = load_findings(load_run(plain_ms=60.0, speculative_ms=90.0), None)
+    assert slower.severity == "warning" and "speculation.draft_len_schedule" in slower.detail
+    assert list(load_findings(load_run(plain_ms=70.0, speculative_ms=70.5), None)) == []
 
 
 def test_one_arm_alone_is_told() -> None:

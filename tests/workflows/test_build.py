@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,25 @@ def test_the_plan_of_a_build_is_made_once(
     monkeypatch.setattr(make, "make_plan", counted)
     build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="package")
     assert plans == ["plan"]
+
+
+@pytest.mark.slow
+def test_an_fp8_kv_cache_beside_unquantized_weights_is_built_served_and_judged(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The engine is the reference, with the same cache. The source is none: nothing says how far
+    the cache may move its logits.
+    """
+    file = write_config(tmp_path, tiny_pair)
+    data = json.loads(file.read_text())
+    data["engine"] |= {"dtype": "float32", "kv_cache_dtype": "fp8"}
+    data["validation"]["parity"]["source"] = "always"
+    file.write_text(json.dumps(data))
+    built = build(load_config(file), Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+    report = built.report
+    assert report is not None and report.verdict == "PASS", report and report.gates
+    outcomes = {gate.name: gate.outcome for gate in report.gates}
+    assert outcomes["parity"] == outcomes["agreement_engine"] == "PASS"
+    assert outcomes["quality_kl"] == "NOT JUDGED"
+    assert "agreement_source" not in outcomes
+    assert {engine.kv_dtype for engine in report.engines.values()} == {"fp8"}

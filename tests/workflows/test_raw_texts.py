@@ -86,6 +86,26 @@ def test_what_is_not_used_or_has_no_template_is_not_judged(
     assert [key for key, _ in raw_texts(config)] == keys
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "keys"),
+    [
+        ("Qwen/Qwen3-8B", ["validation.prompts", "calibration.dataset"]),  # known
+        ("google/gemma-2-9b-it", ["validation.prompts", "calibration.dataset"]),
+        ("meta-llama/Llama-2-7b-chat-hf", ["validation.prompts", "calibration.dataset"]),
+        ("Qwen/Qwen2.5-0.5B", []),
+        ("somebody-chat/digit-base", []),
+    ],
+)
+def test_a_hub_id_is_judged_by_its_name(tmp_path: Path, checkpoint: str, keys: list[str]) -> None:
+    """Whether its template was fetched before does not matter."""
+    deployment(tmp_path)
+    chosen = [f"target.checkpoint={checkpoint}"]
+    plan = plan_of(load_config(tmp_path / "a.yaml", chosen))
+    judged = [one for one in plan.judgements if one.rule == "toolkit-raw-text"]
+    assert [one.path for one in judged] == keys
+    assert all("and the target is an instruct model" in one.what for one in judged)
+
+
 def test_messages_without_a_template_are_refused_by_the_plan(tmp_path: Path) -> None:
     config = deployment(tmp_path, template=False)
     plan = plan_of(config)

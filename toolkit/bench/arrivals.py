@@ -27,6 +27,7 @@ from toolkit.bench.prompts import Prompt, name_of, numbered
 from toolkit.bench.timerfd import Alarm
 from toolkit.bench.transports import Exchange, Transport, too_many_files
 from toolkit.errors import UsageError
+from toolkit.process.placement import off_claimed_cores
 
 __all__ = ["constant", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
 
@@ -203,7 +204,8 @@ async def run_closed(
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Turn garbage collection off inside: a full collection takes tens of milliseconds in a
-    process that has imported many modules.
+    process that has imported many modules. And stay off the cores on which a server of this machine
+    computes, as a client on another machine would.
     """
     if not gc.isenabled():
         yield
@@ -211,6 +213,7 @@ def undisturbed() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        yield
+        with off_claimed_cores():
+            yield
     finally:
         gc.enable()

@@ -113,6 +113,11 @@ class Load:
     trace: tuple[int, ...] | None = None
     lead_in: float = 0.0
 
+    def __str__(self) -> str:
+        if self.concurrency is not None:
+            return f"{self.concurrency} at a time"
+        return "on schedule" if self.rate is None else f"at {self.rate:g} requests/s"
+
     def schedule(self, count: int, seed: int) -> tuple[int, ...]:
         if self.trace is not None:
             return self.trace[:count]
@@ -319,13 +324,14 @@ class _Runner:
         size = len(order)
         if load.concurrency is not None:
             size = 1 if load.concurrency == 1 else BLOCK_REQUESTS * load.concurrency
+        expected = self._expected(number, round_number)
         sent: dict[str, list[_Sent]] = {arm.name: [] for arm in self.arms}
         window_ns = dict.fromkeys(sent, 0)
         for start in range(0, len(order), size):
             block = order[start : start + size]
             for arm in self._random.sample(list(self.arms), len(self.arms)):
                 answers = await self._block(
-                    arm, load, (number, round_number), [(i, prompts[i]) for i in block]
+                    arm, load, (number, round_number), [(i, prompts[i]) for i in block], expected
                 )
                 sent[arm.name] += answers
                 end_ns = max(answer.exchange.ended_ns for answer in answers)
@@ -339,16 +345,20 @@ class _Runner:
         return rounds
 
     async def _block(
-        self, arm: Arm, load: Load, where: tuple[int, int], prompts: Sequence[tuple[int, Prompt]]
+        self,
+        arm: Arm,
+        load: Load,
+        where: tuple[int, int],
+        prompts: Sequence[tuple[int, Prompt]],
+        expected: int,
     ) -> list[_Sent]:
         requests = [arm.transport.prepare(prompt, arm.options) for _, prompt in prompts]
         done = len(self.everything)
-        level = f"{load.concurrency} at a time" if load.concurrency is not None else "on schedule"
 
         def count_one() -> None:
             nonlocal done
             done += 1
-            self._progress(done, self._expected(), f"measuring, {level}")
+            self._progress(done, expected, f"measuring {load}")
 
         due: list[int | None] = [None] * len(requests)
         with arm.alone():
@@ -365,11 +375,13 @@ class _Runner:
         self.everything += answers
         return answers
 
-    def _expected(self) -> int | None:
-        """The number of requests of the run; None if the number of rounds is not known yet."""
-        if self.plan.rounds < self.plan.max_rounds:
-            return None
-        return len(self.plan.loads) * self.plan.rounds * len(self.arms) * self.plan.requests
+    def _expected(self, point: int, round_number: int) -> int:
+        """The number of requests of the run when a round begins, as far as is known: an undecided
+        load takes more rounds.
+        """
+        rounds = max(1, self.plan.rounds - round_number)
+        rounds += self.plan.rounds * (len(self.plan.loads) - 1 - point)
+        return len(self.everything) + rounds * len(self.arms) * self.plan.requests
 
     @staticmethod
     def _read(

@@ -43,7 +43,7 @@ from toolkit.client import (
     timing,
 )
 from toolkit.errors import StageError, UsageError
-from toolkit.openai_client import speculation_counts, usage_counts
+from toolkit.openai_client import KEEP_ALIVE_S, speculation_counts, usage_counts
 from toolkit.words import WireProtocol
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
     # aiohttp calls this when headers and body are prepared, before it writes them.
     trace.on_request_chunk_sent.append(send)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, CONNECT_S)),
         headers={
             "Content-Type": "application/json",
@@ -588,8 +588,10 @@ class _EventTransport:
                 done.failure = f"not finished within {self._timeout_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
                 # A server may close an idle connection at any time, even while a request waits to
-                # be sent on it. Then the request is sent again.
-                again = sending.reused and sending.sent_ns is None and not frames
+                # be sent on it, or as it is. Then the request is sent again.
+                was_closed = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
+                is_unsent = sending.sent_ns is None or was_closed
+                again = sending.reused and is_unsent and not frames
                 if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                     raise too_many_files(error) from error
                 done.failure = None if again else f"the connection broke: {_words(error)}"

@@ -34,8 +34,8 @@ def root(
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """List what works here, what is missing, and how to fix it."""
-    from toolkit.engines.embedded.toolchain import compiler_path
     from toolkit.engines.vllm.environment import find_environment
+    from toolkit.pipeline.toolchain import compiler_path
     from toolkit.plan.doctor import diagnose
     from toolkit.triton.process.server import find_libpython, find_server
 

@@ -167,13 +167,21 @@ def _in_process(
                 seconds = time.monotonic() - began
                 if event.error is not None:
                     raise UsageError(f"the request ended with an error: {event.error}")
-                tokens = rate = length = None
+                tokens = rate = length = failure = None
                 if event.stats is not None:
+                    failure = event.stats.draft_failure
                     tokens = event.stats.output_tokens
                     rate = event.stats.acceptance_rate
                     length = event.stats.acceptance_length
                 _print_figures(
-                    text, event.finish_reason, tokens, seconds, rate, length, as_json=as_json
+                    text,
+                    event.finish_reason,
+                    tokens,
+                    seconds,
+                    rate,
+                    length,
+                    failure,
+                    as_json=as_json,
                 )
 
 
@@ -239,13 +247,21 @@ def _show_stream(chunks: Iterator[Chunk], *, as_json: bool) -> None:
             _stream(chunk.text)
         if chunk.finish_reason is None:
             continue
-        rate = length = None
+        rate = length = failure = None
         if chunk.statistics is not None:
+            failure = chunk.statistics.draft_failure
             rate = chunk.statistics.acceptance_rate
             length = chunk.statistics.acceptance_length
         seconds = time.monotonic() - began
         _print_figures(
-            text, chunk.finish_reason, chunk.output_tokens, seconds, rate, length, as_json=as_json
+            text,
+            chunk.finish_reason,
+            chunk.output_tokens,
+            seconds,
+            rate,
+            length,
+            failure,
+            as_json=as_json,
         )
 
 
@@ -288,6 +304,7 @@ def _print_figures(
     seconds: float,
     rate: float | None,
     length: float | None,
+    draft_failure: str | None,
     *,
     as_json: bool,
 ) -> None:
@@ -295,6 +312,7 @@ def _print_figures(
 
     seconds: of the whole request, prefill included; tokens per second are tokens / seconds. rate:
     the acceptance rate; length: the acceptance length; both None without speculation.
+    draft_failure: why it went on without its draft; None if it did not.
     """
     per_second = None if tokens is None or seconds <= 0 else tokens / seconds
     if as_json:
@@ -307,6 +325,7 @@ def _print_figures(
                     "output_tokens": tokens,
                     "seconds": seconds,
                     **figures,
+                    "draft_failure": draft_failure,
                 }
             )
         )
@@ -320,3 +339,5 @@ def _print_figures(
     sys.stdout.write("\n")
     sys.stdout.flush()
     say(", ".join([*facts, f"ended by {finish_reason}"]))
+    if draft_failure is not None:
+        say(f"the draft failed, and the rest was decoded without it: {draft_failure}")

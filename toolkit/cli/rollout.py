@@ -163,6 +163,8 @@ def _print(summary: dict[str, Any]) -> None:
         out.print(
             f"not judged {summary['needed_in_step']} of the candidate's requests yet: {shown}"
         )
+    if summary["suspected"]:
+        out.print(f"the next step waits: {summary['suspected']} has evidence, and too little of it")
     figures = Table("", "baseline", "candidate", box=None, pad_edge=False)
     arms = summary["arms"]
     for name, key, digits in (

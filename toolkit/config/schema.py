@@ -346,8 +346,8 @@ class TorchEngineConfig(EngineLengths):
     """Whether graphs are compiled; auto: where possible."""
     dtype: ComputeDtype = "float32"
     """Type of activations and unquantized weights."""
-    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Type of keys and values that are not quantized; auto: that of dtype."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    """Type of keys and values that are not quantized; auto: that of dtype; fp8: E4M3 at scale 1."""
     threads: Count | None = None
     """Threads that compute a forward; null: all cores this process may use."""
     prefill_chunk_len: Count | None = None
@@ -530,6 +530,9 @@ class TritonConfig(Section):
     """Deadline of a request that states none, and the latest that one may state."""
     stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
     """Least time between two chunks of a stream; 0: one chunk per step."""
+    backend: Literal["auto", "native", "python"] = "auto"
+    """llmapi of kind torch: what runs the model in Triton. native: the toolkit's own backend;
+    python: Triton's Python backend; auto: native where there is a C++ compiler."""
     model_py: ModelPy = "ours"
     """llmapi with TensorRT-LLM: whose model.py answers requests in the container."""
     on_draft_failure: Literal["error", "plain"] = "plain"
@@ -755,6 +758,7 @@ class RolloutConfig(Section):
         1,
         5,
         25,
+        50,
         100,
     )
     """Percent of the sessions that the new one answers; 0 first: only shadow copies."""

@@ -6,11 +6,14 @@ folder, the folder's config.json is read instead.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from toolkit.facts.source import Source
 
-__all__ = ["CONFIGS", "HEAD_CONFIGS", "SOURCES"]
+__all__ = ["CONFIGS", "HEAD_CONFIGS", "SOURCES", "is_instruct"]
+
+INSTRUCT = re.compile(r"[-_.](instruct|it|chat)([-_.]|$)", re.IGNORECASE)
 
 
 def _model(
@@ -76,6 +79,7 @@ def _hyperclova_seed(*sizes: int, length: int) -> dict[str, Any]:
     return _model("LlamaForCausalLM", 110592, sizes, length, tie_word_embeddings=True)
 
 
+# All of them are trained on conversations, also those whose names do not say so (Qwen 3).
 CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.3-70B-Instruct": _llama3(8192, 80, 64, 8, 128, 28672, factor=8.0),
     "meta-llama/Llama-3.1-405B-Instruct": _llama3(16384, 126, 128, 8, 128, 53248, factor=8.0),
@@ -131,3 +135,8 @@ SOURCES = {
         "I",
     ),
 }
+
+
+def is_instruct(hub_id: str) -> bool:
+    """Whether the model is trained on conversations: it is known, or its name says so."""
+    return hub_id in CONFIGS or INSTRUCT.search(hub_id.rpartition("/")[2]) is not None

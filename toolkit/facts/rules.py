@@ -331,6 +331,14 @@ RULES: dict[str, tuple[str, Source]] = {
         "attention over an FP8 KV cache raises NotImplementedError otherwise",
         QUANTIZATION_SOURCES["FP8 KV cache on CPUs"],
     ),
+    "vllm-int8-vnni": (
+        "oneDNN's INT8 products saturate on x86 processors without VNNI; 7-bit weights do not",
+        Source(
+            "oneDNN documentation, Nuances of int8 Computations; measured with 0.32.0: one matrix"
+            " product is off by a quarter of its largest element, and exact with codes up to 63",
+            "M",
+        ),
+    ),
     "vllm-one-kv-dtype": (
         "the draft inherits the target's kv_cache_dtype",
         Source("VL vllm/config/speculative.py of 0.32.0, kv_cache_dtype", "A"),
@@ -406,6 +414,7 @@ RULES: dict[str, tuple[str, Source]] = {
         " interval between chunks",
         Source("TRT triton_backend/all_models/llmapi/tensorrt_llm/1/model.py", "B"),
     ),
+    "toolkit-backend": ("only the model of llmapi, kind torch, has a backend to choose", OWN),
     "toolkit-open-listener": (
         "the servers that the toolkit starts listen on loopback, unless the YAML names a host",
         OWN,
@@ -469,5 +478,5 @@ RULES: dict[str, tuple[str, Source]] = {
         "the BLS model asks a draft model for the same number of tokens at every load",
         OWN,
     ),
-    "toolkit-fp8-kv": ("the embedded engine has an FP8 KV cache only with FP8 weights", OWN),
+    "toolkit-fp8-kv": ("the scales of an FP8 KV cache are calibrated only with FP8 weights", OWN),
 }

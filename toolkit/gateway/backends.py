@@ -31,7 +31,7 @@ from toolkit.client import (
     ServerUnavailable,
     translated,
 )
-from toolkit.openai_client import Answer, OpenAiClient, error_of
+from toolkit.openai_client import KEEP_ALIVE_S, Answer, OpenAiClient, error_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -221,7 +221,7 @@ class VllmBackend:
         self._failures = aiohttp.ClientError
         # No limit of connections: the gateway limits its requests itself.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_S),
         )
 

@@ -16,6 +16,10 @@ probability, however long it runs and however often anybody looks.
   above the baseline's 90th or 97th percentile. Traffic may change
   in the course of the day: both arms meet it alike. Margins: the candidate's times are divided by
   max_slowdown before they are ranked, its acceptance by 1 - max_acceptance_loss.
+  Load is not alike: a candidate with a small share is nearly idle, and its times look good. So the
+  bets on times begin anew at every step, each with an equal part of the stake, and rank among the
+  figures of that step; what a bettor lost while the candidate was idle counts no more where it is
+  not. A part that waits for its step is money, so their sum is still a fair bet.
   A request for which a drafting arm drafted nothing has acceptance 0: lengths that adapt to a draft
   that has gone bad end drafting, and no rate would show it.
 - copies: of the copied requests that only one arm answered, an equal candidate is as often the one
@@ -40,7 +44,7 @@ from dataclasses import dataclass, field
 
 from toolkit.config.schema import RolloutConfig
 
-__all__ = ["LEAST_FIGURES", "Copy", "Evidence", "Finding", "Observation", "Texts"]
+__all__ = ["LEAST_FIGURES", "TIMES", "Copy", "Evidence", "Finding", "Observation", "Texts"]
 
 HEIGHTS = (1.2, 1.5, 2.0, 3.0, 6.0)  # Lehmann's exponents: a little worse to far worse
 # (quantile, the candidate's share of figures above it)
@@ -50,6 +54,7 @@ RATE_SHARES = (0.1, 0.3, 0.6, 0.9)  # of the way from the allowed rate to 1
 MEAN_STAKES = (0.2, 0.4, 0.6, 0.8)  # of the largest stake that cannot ruin
 KEPT_FIGURES = 2000  # of the baseline, to rank by
 LEAST_FIGURES = 20  # below this a rank says nothing
+TIMES = ("ttft", "time per token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,28 @@ class Bet:
 
 
 @dataclass
+class Restarts:
+    """Bets that begin one after the other, each with one of so many parts of the stake."""
+
+    parts: int
+    bets: list[Bet] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """The next bet, if a part of the stake is left for it."""
+        if len(self.bets) < self.parts:
+            self.bets.append(Bet.of((*HEIGHTS, *TAILS)))
+
+    @property
+    def judged(self) -> int:
+        return self.bets[0].judged if self.bets else 0
+
+    @property
+    def wealth(self) -> float:
+        waiting = self.parts - len(self.bets)
+        return (sum(bet.wealth for bet in self.bets) + waiting) / self.parts
+
+
+@dataclass
 class Figures:
     """The baseline's latest figures, in order of time and of size."""
 
@@ -166,9 +193,14 @@ class Evidence:
     def __init__(self, settings: RolloutConfig) -> None:
         self._settings = settings
         self._errors = Bet.of(ERROR_RATIOS)
-        names = ("ttft", "time per token", "acceptance")
-        self._ranked = {name: Bet.of((*HEIGHTS, *TAILS)) for name in names}
+        self._share = 0.0  # the highest that was seen
+        judged_steps = max(1, sum(0 < step < 100 for step in settings.steps))
+        self._ranked = {name: Restarts(judged_steps) for name in TIMES}
+        self._ranked["acceptance"] = Restarts(1)
         self._figures = {name: Figures() for name in self._ranked}
+        # Whose figure the candidate has shown. One that never has it, as a plain one has no
+        # acceptance, would lose a bet with every figure of the baseline.
+        self._shown: set[str] = set()
         self._copies = Bet.of(ERROR_RATIOS)
         self._texts = Bet.of(RATE_SHARES)
         self._least = Bet.of(MEAN_STAKES)
@@ -181,6 +213,8 @@ class Evidence:
         else:
             self.baseline += 1
         is_drawn = 0 < seen.share < 1
+        if is_drawn and seen.share > self._share:
+            self._begin_step(seen.share)
         self._errors.judged += is_drawn and seen.is_candidate
         if seen.is_error and is_drawn:
             ratios = [lot(seen.is_candidate, seen.share, ratio) for ratio in ERROR_RATIOS]
@@ -196,6 +230,13 @@ class Evidence:
             stakes = [share * largest for share in MEAN_STAKES]
             self._least.judged += 1
             self._least.multiply([1 + stake * (least - seen.acceptance) for stake in stakes])
+
+    def _begin_step(self, share: float) -> None:
+        self._share = share
+        for name, bets in self._ranked.items():
+            if name in TIMES:
+                self._figures[name] = Figures()
+            bets.begin()
 
     def add_texts(self, seen: Texts) -> None:
         """One prompt that both arms answered."""
@@ -219,11 +260,14 @@ class Evidence:
             return
         figures = self._figures[name]
         rank = figures.rank(figure * scale if seen.is_candidate else figure)
-        if rank is not None and 0 < seen.share < 1:
+        if rank is not None and name in self._shown and 0 < seen.share < 1:
             factors = [lot(seen.is_candidate, seen.share, ratio) for ratio in _ratios(rank)]
-            self._ranked[name].judged += seen.is_candidate
-            self._ranked[name].multiply(factors)
-        if not seen.is_candidate:
+            for bet in self._ranked[name].bets:
+                bet.judged += seen.is_candidate
+                bet.multiply(factors)
+        if seen.is_candidate:
+            self._shown.add(name)
+        else:
             figures.add(figure)
 
     @property
@@ -232,7 +276,7 @@ class Evidence:
 
     def findings(self) -> tuple[Finding, ...]:
         """Every test as it stands, the strongest evidence first."""
-        tests = {"errors": self._errors, **self._ranked}
+        tests: dict[str, Bet | Restarts] = {"errors": self._errors, **self._ranked}
         if self._settings.shadow:
             tests |= {"copies": self._copies, "texts": self._texts}
         if self._settings.min_acceptance_rate is not None:

@@ -15,6 +15,7 @@ from toolkit.config.schema import GatewayConfig
 from toolkit.errors import ServerError
 from toolkit.gateway.app import Gateway, make_app, make_full
 from toolkit.gateway.connections import HEAD_S, Connection, connections_for, raise_open_files
+from toolkit.process.placement import Visitor
 
 __all__ = ["run"]
 
@@ -103,9 +104,14 @@ async def _run(
 
 
 async def _watch(server: uvicorn.Server, check: Callable[[], None]) -> None:
-    while not server.should_exit:
-        check()
-        await asyncio.sleep(CHECK_INTERVAL_S)
+    visitor = Visitor()
+    try:
+        while not server.should_exit:
+            check()
+            visitor.move()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+    finally:
+        visitor.leave()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ from toolkit.errors import ToolkitError
 from toolkit.openai_client import USAGE_COUNTS
 
 __all__ = [
+    "DRAFT_FAILED",
     "KNOWN",
     "MAX_SHOWN",
     "Answers",
@@ -31,6 +32,7 @@ __all__ = [
     "parse_completion",
 ]
 
+DRAFT_FAILED = "the draft failed; the rest was decoded without it"  # all that a client is told
 MAX_STOPS = 4  # as in OpenAI's protocol
 MAX_SHOWN = 40  # characters of what a client sent, in a message
 MAX_TOP_LOGPROBS = 1  # the engines tell the likeliest of the other tokens, and no third
@@ -432,7 +434,8 @@ def usage(statistics: Statistics) -> dict[str, Any]:
     """The tokens of a request, with the accepted and the rejected draft tokens where they are
     known. OpenAI defines these two for predictions that the client sends; drafts are predictions
     that the server makes, and rejected ones are not billed here, nor part of completion_tokens.
-    `speculation` is ours: what else the server tells of its verify steps.
+    `speculation` is ours: what else the server tells of its verify steps. The error of a draft that
+    failed is in the log alone: it may name models and addresses.
     """
     prompt, completion = statistics.input_tokens or 0, statistics.output_tokens or 0
     counts: dict[str, Any] = {
@@ -446,6 +449,9 @@ def usage(statistics: Statistics) -> dict[str, Any]:
             "rejected_prediction_tokens": statistics.drafted - statistics.accepted,
         }
         told = {name: getattr(statistics, name) for name in USAGE_COUNTS}
+        told["draft_len_reasons"] = statistics.steps_by_reason
+        if statistics.draft_failure is not None:
+            told["draft_failure"] = DRAFT_FAILED
         known = {name: count for name, count in told.items() if count is not None}
         if known:
             counts["speculation"] = known

@@ -3,9 +3,9 @@
 The share of the sessions that the candidate answers rises step by step, as long as no test of
 `evidence` finds it worse; then everything goes back to the baseline at once. No step is taken
 before every test that can judge has judged `min_requests` of the candidate's requests; what cannot
-judge is named in the decision (`RolloutState.missing`). A session stays with its arm while the
-share stays, and comes back to no other arm while it rises: its place on the line from 0 to 1 is a
-digest of its name.
+judge is named in the decision (`RolloutState.missing`). Nor is one taken while a test is suspicious
+(`RolloutState.suspected`). A session stays with its arm while the share stays, and comes back to no
+other arm while it rises: its place on the line from 0 to 1 is a digest of its name.
 
 Everything that happens is a line of the journal, and the state is what follows from these lines.
 Each decision is written with its evidence. If the journal cannot be written, the baseline answers
@@ -36,6 +36,9 @@ MAX_TICKETS = 100_000  # requests whose end is awaited; the oldest are forgotten
 MAX_TEXTS = 1000  # answers that wait for the other arm's
 # times min_requests answered sessions at one step; then it waits for no test any longer
 PATIENCE = 20
+# Evidence at which the next step waits, until there is more of it or less. An equal candidate ever
+# has so much in a test with probability 1 / SUSPICIOUS at most.
+SUSPICIOUS = 10.0
 # test -> the figure in `ArmFigures` that both arms need for it
 NEEDED_FIGURES = {"ttft": "ttft_ms", "time per token": "token_ms", "acceptance": "acceptance"}
 LATEST = 500  # sessions of each arm, whose times and acceptance people are shown
@@ -149,6 +152,7 @@ class RolloutState:
                 "failed_copies": self.failed_copies,
             },
             "missing": self.missing() if self.outcome == "running" else {},
+            "suspected": self.suspected() if self.outcome == "running" else None,
             "evidence": [asdict(finding) for finding in self.evidence.findings()],
             "decisions": self.decisions,
         }
@@ -165,7 +169,7 @@ class RolloutState:
         if self.in_step < self.settings.min_requests:
             return None
         missing = self.missing()
-        if "awaited" in missing.values():
+        if "awaited" in missing.values() or self.suspected() is not None:
             return None
         what = "copies" if self.share == 0.0 else "sessions"
         why = f"{self.in_step} {what} of the candidate, and no test finds it worse"
@@ -173,6 +177,16 @@ class RolloutState:
             why += f"; not judged: {', '.join(missing)}"
         step = self.step + 1
         return ("promoted" if self.settings.steps[step] == 100 else "running"), step, why
+
+    def suspected(self) -> str | None:
+        """The test for which the next step waits, since it may find the candidate worse soon."""
+        worst = self.evidence.findings()[0]
+        return worst.test if worst.wealth >= SUSPICIOUS and not self._has_waited else None
+
+    @property
+    def _has_waited(self) -> bool:
+        """Whether the step waits for no test any longer."""
+        return self.in_step >= PATIENCE * self.settings.min_requests
 
     def missing(self) -> dict[str, Literal["awaited", "cannot judge", "too few"]]:
         """The tests that have judged fewer than min_requests of the candidate's since the roll-out
@@ -185,14 +199,13 @@ class RolloutState:
         if self.share == 0.0:
             return {}
         few = self.settings.min_requests
-        is_over = self.in_step >= PATIENCE * few
         found: dict[str, Literal["awaited", "cannot judge", "too few"]] = {}
         for finding in self.evidence.findings():
             if finding.requests < few:
                 if not self._can_judge(finding.test, finding.requests):
                     found[finding.test] = "cannot judge"
                 else:
-                    found[finding.test] = "too few" if is_over else "awaited"
+                    found[finding.test] = "too few" if self._has_waited else "awaited"
         return found
 
     def _can_judge(self, test: str, judged: int) -> bool:

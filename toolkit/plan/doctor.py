@@ -283,8 +283,7 @@ def _server(
             essential=True,
         )
         return
-    origin = "PATH" if wheel is None else f"nvidia-pytriton {version('nvidia-pytriton')}"
-    yield Diagnosis("tritonserver", OK, f"{binary} ({origin})")
+    yield _choice(binary, wheel)
     yield _holes(binary, wheel)
     if wheel is None:
         yield _python_backend(binary)  # a server on the PATH brings its own Python stub
@@ -316,18 +315,43 @@ def _server(
         )
 
 
+def _choice(binary: Path, wheel: Path | None) -> Diagnosis:
+    """Which server was taken. One on PATH always is, so an old one is told."""
+    if wheel is not None:
+        origin = f"nvidia-pytriton {version('nvidia-pytriton')}"
+        return Diagnosis("tritonserver", OK, f"{binary} ({origin})")
+    try:
+        wheels = WHEEL_VERSIONS.get(version("nvidia-pytriton"), "")
+    except PackageNotFoundError:
+        wheels = ""
+    stated = _stated_version(binary)
+    on_path, in_wheel = triton_version(stated), triton_version(wheels)
+    if on_path is None or in_wheel is None or on_path >= in_wheel:
+        return Diagnosis("tritonserver", OK, f"{binary} (PATH)")
+    return Diagnosis(
+        "tritonserver",
+        WARN,
+        f"{binary} (PATH) is {stated}, older than the {wheels} of the nvidia-pytriton wheel; the"
+        " one on PATH is always taken",
+        "take it off PATH for the wheel's",
+    )
+
+
+def _stated_version(binary: Path) -> str:
+    """The version in the file that NVIDIA's containers have beside the server's folders."""
+    file = binary.resolve().parent.parent / "TRITON_VERSION"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
 def _holes(binary: Path, wheel: Path | None) -> Diagnosis:
-    """Whether this version of Triton has the published holes. NVIDIA's containers state the version
-    in a file beside the server's folders.
-    """
-    stated = binary.parent.parent / "TRITON_VERSION"
-    text = stated.read_text(encoding="utf-8").strip() if stated.is_file() else ""
+    """Whether this version of Triton has the published holes."""
+    text = _stated_version(binary)
     if wheel is not None:
         text = text or WHEEL_VERSIONS.get(version("nvidia-pytriton"), "")
     triton = triton_version(text)
     mended = ".".join(map(str, MENDED))
     hint = (
-        f"put a tritonserver from {mended} (container 25.08) on PATH, which is preferred; until"
+        f"put a tritonserver from {mended} (container 25.08) on PATH, which is always taken; until"
         " then let only programs that you trust reach it"
     )
     if triton is None:

@@ -303,7 +303,7 @@ def _embedded(
         role: kv_bytes_per_token(
             shape,
             subject.models[role].quantization.kv_cache_quant_algo,
-            width=DTYPE_BYTES[kept],
+            width=1 if kept == "fp8" else DTYPE_BYTES[kept],
         )
         for role, shape in subject.shapes.items()
     }

@@ -13,7 +13,9 @@ If a child dies, a model cannot answer any more, but Triton still reports ready 
 fails, and leaves those that the child had taken without an answer. So this process then ends the
 server at once, with an exit code for failure: whoever runs the server can see that and start it
 again, and clients see their connection end. The named MODELs are an exception, since the other
-models can do without them.
+models can do without them. Such a model may also beat: touch the file WORKSPACE/heartbeats/PID
+again and again while it is well. If it stops, its process stands still and is killed, so that the
+backend answers the calls that it has taken.
 
 Servers leave shared memory behind when they are killed. Triton's has the workspace's name. vLLM's
 has random names of Python's multiprocessing, so it is recognised by the processes that map it, as
@@ -34,15 +36,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["PID_FILE", "STUB_DIED", "clean"]
+__all__ = ["HEARTBEATS", "PID_FILE", "STUB_DIED", "clean"]
 
 PID_FILE = "pid"
+HEARTBEATS = "heartbeats"  # in the workspace: a file per process that beats
 SHM = Path("/dev/shm")
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 KILLED_S = 5.0  # how long a killed process may take to end
 STUB_CHECK_INTERVAL_S = 1.0
+# After so many checks without a beat a process stands still. On a busy machine one may be late, and
+# nothing starts a killed draft again.
+CHECKS_WITHOUT_BEAT = 10
 # For what the other models have just answered. The dead one's requests would be waited for in vain:
 # with the usual grace their clients were told after 17 seconds.
 DEAD_GRACE_S = 0.5
@@ -122,7 +128,7 @@ def main(arguments: list[str]) -> int:
     server = subprocess.Popen(command, preexec_fn=in_the_child, close_fds=False)  # noqa: PLW1509
     (workspace / PID_FILE).write_text(str(server.pid))
     os.chdir("/")  # this process is none of those that run in the workspace
-    is_wanted, stubs = True, _Stubs(server.pid, dispensable)
+    is_wanted, stubs = True, _Stubs(server.pid, dispensable, workspace / HEARTBEATS)
     regions: set[Path] = set()
     next_shm_check = 0.0
     while is_wanted and server.poll() is None:
@@ -168,19 +174,21 @@ def main(arguments: list[str]) -> int:
 
 class _Stubs:
     """Watches the server's children. dead_pid: the process id of a stub that died. dispensable:
-    models whose stubs may die.
+    models whose stubs may die. heartbeats: the folder where they beat.
 
     Triton waits for a stub that it ends itself, but not for one that just dies. Such a stub stays a
     zombie: it is still there at the next check.
     """
 
-    def __init__(self, server: int, dispensable: list[str]) -> None:
+    def __init__(self, server: int, dispensable: list[str], heartbeats: Path) -> None:
         self._dispensable = tuple(f"/{model}/" for model in dispensable)
         self._may_die: set[int] = set()
         self.dead_pid: int | None = None
         self._server = str(server)
         self._zombies: set[int] = set()
         self._next_check = 0.0
+        self._heartbeats = heartbeats
+        self._beats: dict[int, tuple[int, int]] = {}  # last beat, and checks since
 
     def has_died(self) -> bool:
         """Whether a stub died that the server needs."""
@@ -188,7 +196,25 @@ class _Stubs:
             self._next_check = time.monotonic() + STUB_CHECK_INTERVAL_S
             before, self._zombies = self._zombies, set(self._dead_children())
             self.dead_pid = next(iter(self._zombies & before), None)
+            self._kill_what_stands_still()
         return self.dead_pid is not None
+
+    def _kill_what_stands_still(self) -> None:
+        """Kill a process that beat once and does so no more, unless the server is paused, too."""
+        for pid in self._may_die:
+            with contextlib.suppress(OSError):  # it does not beat, or has ended
+                beat = (self._heartbeats / str(pid)).stat().st_mtime_ns
+                last, checks = self._beats.get(pid, (0, 0))
+                is_paused = _state(int(self._server)) == "T"
+                checks = checks + 1 if beat == last and not is_paused else 0
+                self._beats[pid] = beat, checks
+                if checks == CHECKS_WITHOUT_BEAT and _state(pid) != "Z":
+                    message = (
+                        f"supervise: a model's Python process ({pid}) stands still and is killed;"
+                        " the other models can do without it"
+                    )
+                    print(message, file=sys.stderr, flush=True)
+                    os.kill(pid, signal.SIGKILL)
 
     def _dead_children(self) -> Iterator[int]:
         for file in Path("/proc").glob("[0-9]*/stat"):
@@ -203,6 +229,12 @@ class _Stubs:
                     words = (file.parent / "cmdline").read_text(errors="replace")
                     if any(model in words for model in self._dispensable):
                         self._may_die.add(pid)
+
+
+def _state(pid: int) -> str:
+    """The state of a process in /proc. Raises OSError if there is none."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return text.rsplit(")", 1)[1].split()[0]
 
 
 if __name__ == "__main__":

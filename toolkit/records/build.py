@@ -236,6 +236,13 @@ class CompiledEngine:
     tensorrt_llm: TensorRtLlmBuild | None = None  # None: of kind torch
     kv_dtype: KvDtype | None = None  # None: not of kind torch, whose engine decides
 
+    @property
+    def has_fp8_kv_at_1(self) -> bool:
+        """Whether keys and values are FP8 by the engine's choice: no figure of a checkpoint's
+        quality has that in it.
+        """
+        return self.kv_dtype == "fp8" and self.kv_cache_quant_algo is None
+
 
 @dataclass(frozen=True, slots=True)
 class TritonRepository:

@@ -94,7 +94,7 @@ def shown(gate: Gate) -> tuple[str, str]:
     if gate.unit == "p-value":
         return _filled("p = {:.2g}", gate.measured), f"{sign} {_filled('{:g}', gate.limit)}"
     measured = DASH if gate.measured is None else f"{number(gate.measured)} {gate.unit}"
-    return measured, f"{sign} {_filled('{:g}', gate.limit)} {gate.unit}"
+    return measured, f"{sign} {_filled('{:,g}', gate.limit)} {gate.unit}"
 
 
 def _filled(pattern: str, value: float | None) -> str:
@@ -162,7 +162,7 @@ def is_left_out(report: ValidationReport) -> bool:
 def next_steps(report: ValidationReport) -> list[str]:
     """Return what to do now: the fixes of gates that did not pass, then warnings."""
     hints: dict[str, list[str]] = {}  # fix -> titles of the gates that ask for it
-    for gate in report.gates:
+    for gate in ordered(report.gates):
         if gate.outcome not in ("PASS", "NOT JUDGED"):
             hints.setdefault(gate.next_step or gate.detail, []).append(gate_title(gate))
     steps = [f"{'; '.join(titles)}: {hint}" for hint, titles in hints.items()]

@@ -62,7 +62,7 @@ def _judged(load: LoadRun, point: BenchPoint) -> Table:
             *(number(a.lag_p99_ms) for a in arms),
         )
     )
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in load.goodput_ms.items())
+    limits = ", ".join(f"{name} {limit:,g} ms" for name, limit in load.goodput_ms.items())
     note = (
         f"{capital(load.arrivals)} arrivals, temperature {load.temperature:g}, {point.rounds}"
         f" rounds in which the arms take turns. The first {load.lead_in:,} requests of each are not"
@@ -191,9 +191,9 @@ def _search_plot(load: LoadRun) -> Plot:
     drawing.x_axis(x, BOTTOM, TOP, _log_ticks(low, high), "requests due per second")
     drawing.y_axis(y, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), "within all limits", percent=True)
     drawing.line(LEFT, y(load.min_goodput), RIGHT, y(load.min_goodput), "gate")
-    drawing.text(
-        LEFT + 10, y(load.min_goodput) + 14, f"at least {load.min_goodput:.0%}", cls="gatelabel"
-    )
+    # On the right, above the line: rates that high were not kept, so no dot is there.
+    label = f"at least {load.min_goodput:.0%}"
+    drawing.text(RIGHT - 4, y(load.min_goodput) - 5, label, "end", "gatelabel")
     ordered = sorted(load.probes, key=lambda probe: probe.rate)
     drawing.path([(x(p.rate), y(p.good_share)) for p in ordered], "curve spec", "the deployed arm")
     for probe in ordered:
@@ -201,7 +201,7 @@ def _search_plot(load: LoadRun) -> Plot:
         cls = "spec" if probe.is_kept else "bad"
         drawing.dot(x(probe.rate), y(probe.good_share), 4.5, cls, tip)
     chosen = "No rate was kept." if load.rate is None else f"Judged: {load.rate:g} requests/s."
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in load.goodput_ms.items())
+    limits = ", ".join(f"{name} {limit:,g} ms" for name, limit in load.goodput_ms.items())
     return Plot(
         "Search for the rate",
         drawing.render(),

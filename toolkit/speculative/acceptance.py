@@ -20,11 +20,15 @@ also count the draft tokens before it.
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import GenerationRequest, Sampling
@@ -34,7 +38,6 @@ from toolkit.speculative.sampling import (
     Floats,
     Penalties,
     draw,
-    filters,
     normalised,
     weights,
 )
@@ -42,8 +45,10 @@ from toolkit.words import SAMPLING_RULES, AcceptanceChoice, RuntimeRule
 
 __all__ = [
     "RULES",
+    "BurstingRule",
     "Coupled",
     "Greedy",
+    "Numbers",
     "Rejection",
     "Rule",
     "RuleFactory",
@@ -53,6 +58,11 @@ __all__ = [
     "match",
     "reject",
 ]
+
+
+# How many steps an engine is given numbers for, and how much noise: 32 positions of a vocabulary of
+# 2,048. Noise takes longer to make, and a burst of a model with a large vocabulary has few steps.
+FORESEEN_STEPS, FORESEEN_NOISE = 16, 2**16
 
 
 def match(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[int, int]:
@@ -105,10 +115,15 @@ class Rule(Protocol):
     # True if propose and decide only take the argmax: the runtime may then do so for a whole batch
     # at once.
     is_argmax: bool
-    # If propose decides by the softmax of logits / temperature, and draft_uniforms or draft_races:
-    # that temperature, and 0 if it takes the argmax. An engine may then choose many drafts at once,
-    # which are adopted. None if it does anything else.
+    # If propose decides by the softmax of logits / temperature, the request's filters, and
+    # draft_uniforms or draft_races: that temperature, and 0 if it takes the argmax. An engine may
+    # then choose many drafts at once, which are adopted. None if it does anything else.
     draft_temperature: float | None
+
+    @property
+    def bursting(self) -> BurstingRule | None:
+        """This rule, if an engine can take steps in its place."""
+        ...
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         """Choose the next draft token. logits [vocab]: the draft's, after `drafts`. position: the
@@ -162,6 +177,52 @@ class Rule(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What an engine chooses with, in place of a rule; see `Burst` in toolkit.interfaces."""
+
+    sampling: Sampling
+    uniforms: NDArray[Any] | None = None  # [n] float64
+    races: Floats | None = None  # [n, vocab] float32
+
+
+class BurstingRule(Protocol):
+    """A rule whose steps an engine can take in a burst."""
+
+    def foresee(self, position: int, draft_len: int) -> Numbers:
+        """What the next steps choose with, the first of which begins at `position` and has
+        draft_len drafts.
+        """
+        ...
+
+    def pass_step(self, position: int, wanted: int, drafted: int, accepted: int) -> None:
+        """Record that the engine took the step at `position`, as if it were decided here. It was to
+        draft `wanted` tokens, and drafted and accepted so many.
+        """
+        ...
+
+
+class Uniforms:
+    """The numbers in [0, 1) of a generator, in order. They can be looked at before they are
+    taken.
+    """
+
+    def __init__(self, generator: random.Random) -> None:
+        self._random = generator.random
+        self._seen: deque[float] = deque()
+
+    def next(self) -> float:
+        return self._seen.popleft() if self._seen else self._random()
+
+    def take(self, count: int) -> list[float]:
+        return [self.next() for _ in range(count)]
+
+    def look(self, count: int) -> NDArray[Any]:
+        """The next numbers [at least count] float64, which are not taken."""
+        self._seen.extend(self._random() for _ in range(count - len(self._seen)))
+        return np.array(self._seen)
+
+
 class RuleFactory(Protocol):
     def __call__(self, sampling: Sampling, vocab_size: int) -> Rule: ...
 
@@ -176,7 +237,10 @@ class _Penalised:
         self._sampling = sampling
         has_penalties = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         self._penalties = Penalties(sampling, vocab_size) if has_penalties else None
-        self._is_plain = not has_penalties and not filters(sampling, vocab_size)
+
+    @property
+    def bursting(self) -> BurstingRule | None:
+        return None
 
     def draft_uniforms(self, count: int) -> list[float]:
         return [0.0] * count
@@ -215,9 +279,9 @@ class _Penalised:
         return weights(self._penalised(logits, drafts, first), self._sampling)
 
 
-def _temperature(sampling: Sampling) -> float:
-    """As `weights` takes it."""
-    return max(sampling.temperature, MIN_TEMPERATURE)
+def _warm(sampling: Sampling) -> Sampling:
+    """With the temperature as `weights` takes it."""
+    return dataclasses.replace(sampling, temperature=max(sampling.temperature, MIN_TEMPERATURE))
 
 
 class Greedy(_Penalised):
@@ -225,6 +289,16 @@ class Greedy(_Penalised):
         super().__init__(sampling, vocab_size)
         self.is_argmax = self._penalties is None
         self.draft_temperature = 0.0 if self.is_argmax else None
+
+    @property
+    def bursting(self) -> Greedy | None:
+        return self if self.is_argmax else None
+
+    def foresee(self, position: int, draft_len: int) -> Numbers:
+        return Numbers(self._sampling)
+
+    def pass_step(self, position: int, wanted: int, drafted: int, accepted: int) -> None:
+        """Does nothing: no numbers are drawn."""
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return int(self._penalised(logits[None], drafts, len(drafts)).argmax())
@@ -249,18 +323,29 @@ class Rejection(_Penalised):
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
         # Without a seed: fresh entropy from the operating system.
-        self._random = random.Random(sampling.seed)
+        self._uniforms = Uniforms(random.Random(sampling.seed))
         self._draft_probs: list[Floats] = []
         self._vocab_size = vocab_size
-        self.draft_temperature = _temperature(sampling) if self._is_plain else None
+        self.draft_temperature = None if self._penalties else _warm(sampling).temperature
+
+    @property
+    def bursting(self) -> Rejection | None:
+        return None if self._penalties else self
+
+    def foresee(self, position: int, draft_len: int) -> Numbers:
+        uniforms = self._uniforms.look(FORESEEN_STEPS * (2 * draft_len + 1))
+        return Numbers(_warm(self._sampling), uniforms)
+
+    def pass_step(self, position: int, wanted: int, drafted: int, accepted: int) -> None:
+        self._uniforms.take(wanted + drafted + 1)
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         probs = normalised(self._weights(logits[None], drafts, len(drafts))[0])
         self._draft_probs.append(probs)
-        return draw(probs, self._random.random())
+        return draw(probs, self._uniforms.next())
 
     def draft_uniforms(self, count: int) -> list[float]:
-        return [self._random.random() for _ in range(count)]
+        return self._uniforms.take(count)
 
     def adopt(self, token: int, probs: Floats | None = None) -> None:
         if probs is None:
@@ -270,7 +355,7 @@ class Rejection(_Penalised):
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         target_probs = normalised(self._weights(logits, drafts, 0))
-        uniforms = [self._random.random() for _ in range(len(drafts) + 1)]
+        uniforms = self._uniforms.take(len(drafts) + 1)
         outcome = reject(drafts, self._draft_probs, target_probs, uniforms)
         self._draft_probs.clear()
         return outcome
@@ -285,7 +370,25 @@ class Coupled(_Penalised):
         super().__init__(sampling, vocab_size)
         seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         self._race = ExponentialRace(seed, vocab_size)
-        self.draft_temperature = _temperature(sampling) if self._is_plain else None
+        self._most_foreseen = FORESEEN_NOISE // vocab_size  # positions
+        self.draft_temperature = None if self._penalties else _warm(sampling).temperature
+
+    @property
+    def bursting(self) -> Coupled | None:
+        return None if self._penalties else self
+
+    def foresee(self, position: int, draft_len: int) -> Numbers:
+        """With the noise that is there, and at least that of one step."""
+        count = max(draft_len + 1, min(self._race.known_from(position), self._most_foreseen))
+        return Numbers(_warm(self._sampling), races=self.draft_races(position, count))
+
+    def pass_step(self, position: int, wanted: int, drafted: int, accepted: int) -> None:
+        """Also makes the noise of some later positions, since the engine takes steps meanwhile."""
+        start = position + accepted + 1
+        self._race.forget_before(start)
+        known = self._race.known_from(start)
+        for place in range(known, min(known + 2 * (wanted + 1), self._most_foreseen)):
+            self._race.noise(start + place)
 
     def draft_races(self, position: int, count: int) -> Floats:
         rows = [self._race.noise(place) for place in range(position, position + count)]
@@ -314,7 +417,7 @@ class SampleMatch(_Penalised):
         self._draft_random = random.Random(
             None if sampling.seed is None else f"draft {sampling.seed}"
         )
-        self.draft_temperature = _temperature(sampling) if self._is_plain else None
+        self.draft_temperature = None if self._penalties else _warm(sampling).temperature
 
     def draft_uniforms(self, count: int) -> list[float]:
         return [self._draft_random.random() for _ in range(count)]
@@ -343,6 +446,7 @@ class VerifyOnly:
 
     is_argmax = False
     draft_temperature: float | None = None
+    bursting: BurstingRule | None = None
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         plain_rule = Greedy if sampling.temperature == 0.0 else Coupled

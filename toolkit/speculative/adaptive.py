@@ -20,8 +20,9 @@ say, in every request; so the expected tokens count only as far as recent ones c
 A request that does not draft learns nothing, so it probes now and then: the draft reads the last
 tokens that the target wrote, and what it would have proposed at each of them is compared. That is
 one forward of the draft and none of the target. After a probe that fails the next one comes later,
-and never so soon that probes take more than PROBE_SHARE of the time. Where even perfect drafts
-would not pay, as at high load, nothing is probed.
+and never so soon that its probes take more than PROBE_SHARE of the time. All requests of a batch
+together save up for their probes, since the first ones of many short texts would take more than
+that. Where even perfect drafts would not pay, as at high load, nothing is probed.
 
 Pure, and only of Python's standard library: costs are an argument, and there is no clock.
 """
@@ -167,6 +168,10 @@ class Controller:
     _steps_until_decision: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
     _steps_until_probe: int = 0
+    # For probes: what was saved, what each step adds, and the most, which is a probe of all rows.
+    _saved_ns: float = math.inf
+    _income_ns: float = 0.0
+    _purse_ns: float = math.inf
     # Of the last decision: its rows, its longest draft, the worth of the least draft token that it
     # took, and why a row that drafts nothing does not.
     _rows: int = 0
@@ -263,6 +268,7 @@ class Controller:
         soon another probe is affordable.
         """
         state.probes += 1
+        self._saved_ns -= self.costs.probe_ns(1)
         state.plain_tokens = state.misses = 0
         for share in shares:
             state.hits += share - state.hits / PROBE_WINDOW_TOKENS
@@ -304,12 +310,15 @@ class Controller:
         """
         self._steps_until_decision -= 1
         self._steps_until_probe -= 1
+        self._saved_ns = min(self._saved_ns + self._income_ns, self._purse_ns)
         is_same_load = abs(rows - self._rows) <= ROWS_THAT_MATTER * self._rows
         return self._steps_until_decision > 0 and is_same_load
 
     def may_probe(self) -> bool:
-        """Whether a probe can be due in this step. Only then rows have to be looked at."""
-        return self._steps_until_probe <= 0
+        """Whether a probe can be due in this step. Only then rows have to be looked at. It may
+        cost more than was saved: then the next one comes the later.
+        """
+        return self._steps_until_probe <= 0 and self._saved_ns >= self.costs.probe_ns(1)
 
     def await_probes(self, states: Sequence[Adaptation]) -> None:
         """Note when the first probe is due, if each of them gets a token per step."""
@@ -431,6 +440,8 @@ class Controller:
         most = DECIDE_EVERY_STEADY_STEPS if self._deepest else DECIDE_EVERY_IDLE_STEPS
         self._decide_every = min(2 * self._decide_every, most) if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision = self._decide_every
+        self._income_ns = PROBE_SHARE * self.costs.step_ns(self._rows, 1)
+        self._purse_ns = self.costs.probe_ns(self._rows)
         self.await_probes(states)
 
     def _pooled(self, states: Sequence[Adaptation]) -> list[float]:

@@ -35,7 +35,9 @@ PLAIN_TOKENS_AT_LOAD = 32  # after which it is decided again, where no draft pay
 
 
 class DraftFailed(RequestError):
-    """The draft model did not answer: it is missing, it died, or it refused the call."""
+    """The draft model is missing, died, refused the call, or answered with what are no drafts, or
+    none that the target takes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,10 @@ class Rounds:
             except DraftFailed as failure:
                 if self._settings.on_draft_failure == "error":
                     raise
-                self.draft_failure = failure
+                self.draft_failure, self._tally.draft_failure = failure, str(failure)
                 self._reason, self._adaptation = "draft failed", None
+                if (overdue_event := self._overdue_event()) is not None:
+                    break
                 yield from self._plain()
                 return
         yield overdue_event
@@ -199,7 +203,14 @@ class Rounds:
         started = self._clock()
         drafts = self._engines.draft(self._ids, room) if room > 0 else NO_DRAFTS
         drafted = self._clock()
-        part = self._engines.verify(self._ids, drafts)
+        try:
+            part = self._engines.verify(self._ids, drafts)
+        except RequestError as error:
+            if not drafts.ids or self._settings.on_draft_failure == "error":
+                raise
+            # If the target itself has failed, plain decoding says so at once.
+            what = f"the target did not verify its drafts: {error.what}"
+            raise DraftFailed(what) from error
         verified = self._clock()
         self._tally.add_time(drafted - started, verified - drafted, 0)
         if self._settings.verify_only:

@@ -75,7 +75,7 @@ def _drafts(draft: StepEngine | None) -> Run:
         chain = draft.forward_chain
         return lambda slots, count: chain([Chain(slot, [0], count) for slot in slots])
     return lambda slots, count: [
-        argmax(draft.forward(slots, _zeros(len(slots), 1))) for _ in range(count)
+        argmax(draft.forward(slots, _zeros(len(slots), 1))[:, 0]) for _ in range(count)
     ]
 
 

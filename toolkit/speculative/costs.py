@@ -25,11 +25,13 @@ from dataclasses import dataclass
 __all__ = ["Figures", "StepCosts"]
 
 SCALE_STEP, HOST_STEP = 0.02, 0.02
+PROBE_STEP = 0.05  # probes are rare
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
 TREND_STEPS = 8.0  # so many decide whether the machine changes
 FIRST_HOST_NS = 40_000.0  # of a plain step with one row, before one has been measured
+LEAST_HOST_NS = 1_000.0  # so that it grows again when it is needed
 HOST_SHARE_PER_ROW = 0.4  # what each further row adds to it
 HOST_SHARE_OF_DRAFTS = 1.0  # what it adds that rows draft
 
@@ -88,7 +90,9 @@ class StepCosts:
         self._base_context = context
         self._context = 0.0  # of the last step, beyond that
         self._probe = probe
-        self._host = FIRST_HOST_NS
+        # What the host takes of a request alone, and of each one among others: the engine takes
+        # most steps of a request alone by itself.
+        self._host_alone = self._host = FIRST_HOST_NS
         self._scale = 1.0
         self._trend = 0.0  # from -1, all steps are faster than expected, to 1
         for rows in range(1, len(figures.first)):
@@ -104,7 +108,10 @@ class StepCosts:
 
     def _host_ns(self, rows: int, width: float) -> float:
         drafts = min(1.0, width - 1.0) * HOST_SHARE_OF_DRAFTS
-        return self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1)) * (1.0 + drafts)
+        host = (
+            self._host_alone if rows == 1 else self._host * (1.0 + HOST_SHARE_PER_ROW * (rows - 1))
+        )
+        return host * (1.0 + drafts)
 
     def _verify_ns(self, rows: int, width: float) -> float:
         """Rows are packed by their own length, so a step of different lengths, whose mean this is,
@@ -130,7 +137,8 @@ class StepCosts:
         host_ns: int,
     ) -> None:
         """A step of so many rows was taken. drafting: how many of them drafted a first token, a
-        second one, and so on. context: the mean of the tokens in their slots.
+        second one, and so on. context: the mean of the tokens in their slots. host_ns: 0 in a
+        burst.
         """
         self._context = max(0.0, context - self._base_context)
         width = 1 + sum(drafting) / rows
@@ -152,7 +160,11 @@ class StepCosts:
             self._first.move(drafting[0], moves, up=is_slower)
             for count in set(further):
                 self._further.move(count, moves, up=is_slower)
-        self._host *= _step(HOST_STEP, up=host_ns > self._host_ns(rows, width))
+        move = _step(HOST_STEP, up=host_ns > self._host_ns(rows, width))
+        if rows == 1:
+            self._host_alone = max(LEAST_HOST_NS, self._host_alone * move)
+        else:
+            self._host = max(LEAST_HOST_NS, self._host * move)
 
     def _keep_order(self, width: int, rows: int) -> None:
         """A wider forward is no faster. So a figure that was measured in a bad moment cannot make
@@ -170,7 +182,7 @@ class StepCosts:
             other += 1
 
     def note_probe(self, rows: int, probe_ns: int) -> None:
-        self._probe *= _step(HOST_STEP, up=probe_ns > self.probe_ns(rows))
+        self._probe *= _step(PROBE_STEP, up=probe_ns > self.probe_ns(rows))
 
 
 def _step(share: float, *, up: bool) -> float:

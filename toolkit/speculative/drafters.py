@@ -83,6 +83,26 @@ class ModelDrafter:
         # Per slot: how many leading tokens of the cache belong to the sequence.
         self._valid_tokens = [0] * engine.max_batch_size
 
+    @property
+    def engine(self) -> StepEngine:
+        return self._engine
+
+    def unread(self, row: Sequence) -> list[int]:
+        """The tokens that the row's slot was not fed, after cutting it back to what belongs to the
+        row.
+        """
+        start = self._valid_tokens[row.slot]
+        self._rewind([row.slot], [start])
+        return row.ids[start:]
+
+    def is_near(self, row: Sequence) -> bool:
+        """Whether a forward has room for the tokens that the row's slot was not fed."""
+        return len(row.ids) - self._valid_tokens[row.slot] <= self._engine.max_step_tokens
+
+    def note_burst(self, row: Sequence) -> None:
+        """Record what the row's slot holds after a burst, in which the engine fed itself."""
+        self._valid_tokens[row.slot] = min(self._engine.length(row.slot), row.cached_tokens)
+
     def feed(self, slot: int, ids: list[int]) -> None:
         engine, start = self._engine, self._valid_tokens[slot]
         self._rewind([slot], [start])
@@ -174,7 +194,7 @@ class ModelDrafter:
         self._rewind(slots, starts)
         logits = self._forward_rows(slots, rows, seen)  # [sum of seen, vocab]
         are_greedy = all(row.rule.is_argmax for row in sequences)
-        choices, host = (argmax(logits[None])[0], None) if are_greedy else ([], to_host(logits))
+        choices, host = (argmax(logits), None) if are_greedy else ([], to_host(logits))
         results, end = [], 0
         for row, count in zip(sequences, seen, strict=True):
             start, end = end, end + count
@@ -208,7 +228,7 @@ class ModelDrafter:
 
     def _choose(self, rows: list[Sequence], logits: torch.Tensor) -> list[int]:
         if all(row.rule.is_argmax for row in rows):
-            return [ids[0] for ids in argmax(logits)]
+            return argmax(logits[:, 0])
         host = to_host(logits)[:, 0]
         return [
             row.rule.propose(host[index], len(row.ids) + len(row.drafts), row.drafts)
@@ -225,7 +245,7 @@ class ModelDrafter:
 
 def _chain(row: Sequence, tokens: list[int]) -> Chain:
     """The next block of a row whose draft's cache still needs these tokens."""
-    rule, count = row.rule, row.draft_room()
+    rule, sampling, count = row.rule, row.request.sampling, row.draft_room()
     return Chain(
         row.slot,
         tokens,
@@ -233,6 +253,8 @@ def _chain(row: Sequence, tokens: list[int]) -> Chain:
         rule.draft_temperature or 0.0,
         rule.draft_uniforms(count),
         rule.draft_races(len(row.ids), count),
+        sampling.top_k,
+        sampling.top_p,
     )
 
 

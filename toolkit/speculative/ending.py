@@ -82,6 +82,10 @@ def read_block(text: TextStream, tokens: Sequence[int], room: int, end_ids: Set[
     """Apply the rule with stop words that are text. `text.stopped_by` names the one that ended
     the output.
     """
+    if len(tokens) < room and end_ids.isdisjoint(tokens):  # almost every block
+        count, final_text = text.push(tokens)
+        reason: Reason | None = None if text.stopped_by is None else "stop"
+        return Block(list(tokens[:count]), final_text, reason)
     final_text = ""
 
     def push(visible_tokens: Sequence[int]) -> int | None:

@@ -18,6 +18,10 @@ a draft and a target that are called with the same seed are coupled, and a seede
 whatever the drafts were. A call that states the draft's logits is judged by speculative sampling
 instead. Penalties count the whole sequence, including the prompt, as TensorRT-LLM's do.
 
+A step is one forward: the calls that decode, each with as many tokens as it brings, and chunks of
+the sequences that a slot does not hold yet, chosen as the runtime chooses those of prompts. An
+engine that does not pack rows gets each chunk in a forward of its own.
+
 Threads: submit and cancel may be called from anywhere; one thread takes the steps.
 """
 
@@ -33,18 +37,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import CopyingEngine, Sampling, StepEngine
+from toolkit.interfaces import CopyingEngine, PackingEngine, Sampling, StepEngine
 from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
 from toolkit.speculative.ending import after_stop_sequence, ending_of
 from toolkit.speculative.limits import check_total_length
-from toolkit.speculative.sampling import (
-    Floats,
-    are_finite,
-    log_probability,
-    normalised,
-    to_host,
-    token_rows,
-)
+from toolkit.speculative.prefill import next_prompts
+from toolkit.speculative.rows import rows_forward
+from toolkit.speculative.sampling import Floats, are_finite, log_probability, normalised, to_host
 from toolkit.speculative.slots import Place, Slot, choose_place, common_length
 from toolkit.words import FinishReason
 
@@ -52,8 +51,8 @@ __all__ = ["Call", "Executor", "Output"]
 
 # How long an idle `run` sleeps before it looks at its stop event again. A submit wakes it at once.
 IDLE_S = 0.1
-# How many tokens a slot's cache may lack for its call to take part in a batch. If it lacks more,
-# they are first fed in chunks.
+# How many tokens a slot's cache may lack for its call to take part in every step. If it lacks more,
+# they are fed in chunks, when it is their turn.
 MAX_LAG_TOKENS = 2
 # How long an owner may make no call. Rounds follow one another within milliseconds. After a longer
 # call to the other engine, such as for a long prompt, the slot may have been given away.
@@ -138,6 +137,22 @@ class _Row:
         return len(self.ids) - len(self.slot.held)
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What a row brings to a forward: tokens that its cache lacks and, behind the last of them, its
+    drafts. wanted: how many logits that gives; 0: the sequence does not end here.
+    """
+
+    row: _Row
+    tokens: list[int]
+    wanted: int
+
+    @property
+    def slot(self) -> _Slot:
+        assert self.row.slot is not None
+        return self.row.slot
+
+
 class Executor:
     """Owns every slot of the engine."""
 
@@ -153,6 +168,8 @@ class Executor:
         self._engine = engine
         self._reuse_prefixes = reuse_prefixes
         self._copies = isinstance(engine, CopyingEngine)
+        self._packs = isinstance(engine, PackingEngine)
+        self._forward_rows = rows_forward(engine)
         self._max_queue_size = max_queue_size
         self._clock = clock
         self._lock = threading.Lock()  # guards the four below
@@ -162,7 +179,8 @@ class Executor:
         self._released: set[str] = set()  # owners
         self._wake = threading.Event()
         self._slots = [_Slot(number) for number in range(engine.max_batch_size)]
-        self._active: list[_Row] = []
+        self._active: list[_Row] = []  # in the order in which they got their slots
+        self._oldest_first = False  # whether the oldest to be fed went first in the last step
         self._uses = 0  # of slots
 
     # From any thread.
@@ -247,9 +265,7 @@ class Executor:
         self._end_cancelled()
 
     def step(self) -> bool:
-        """One iteration: at most one chunk of prefill for each call that needs it, then a batch.
-        Returns False if there was nothing to do.
-        """
+        """One iteration. Returns False if there was nothing to do."""
         if self._cancelled:
             self._end_cancelled()
         if self._released:
@@ -257,15 +273,69 @@ class Executor:
         self._admit()
         if not self._active:
             return False
-        feeding = [row for row in self._active if row.lag_tokens() > MAX_LAG_TOKENS]
-        # A long prompt must not stall the calls that decode; `runtime` has the same rule.
-        allowed_rows = max(1, 2 * len(feeding) - len(self._active))
-        for row in feeding[:allowed_rows]:
-            self._guarded([row], self._feed)
         ready = [row for row in self._active if row.lag_tokens() <= MAX_LAG_TOKENS]
-        if ready:
-            self._guarded(ready, self._advance)
+        chunks = self._next_chunks(len(ready))
+        blocks = [self._block(row) for row in ready]
+        parts = [[*blocks, *chunks]] if self._packs else [*[[chunk] for chunk in chunks], blocks]
+        for part in parts:
+            if part:
+                self._forward(part)
         return True
+
+    def _next_chunks(self, ready: int) -> list[_Block]:
+        """What this step reads of sequences whose slots lack more than the newest tokens. ready:
+        how many calls decode. `SpeculativeRuntime` has the same rule.
+        """
+        feeding = [row for row in self._active if row.lag_tokens() > MAX_LAG_TOKENS]
+        if not feeding:
+            return []
+        chunk_len = self._engine.max_step_tokens
+        self._oldest_first = not self._oldest_first
+        places = next_prompts(
+            [row.lag_tokens() for row in feeding],
+            chunk_len,
+            chunk_len * max(1, len(feeding) - ready),
+            oldest_first=self._oldest_first,
+        )
+        return [self._block(feeding[place]) for place in places]
+
+    def _block(self, row: _Row) -> _Block:
+        """The rest of a sequence and its drafts; if that is more than a forward takes, a chunk,
+        which leaves a token, since the drafts stand behind the last one.
+        """
+        assert row.slot is not None
+        start, most = len(row.slot.held), self._engine.max_step_tokens
+        if row.lag_tokens() + len(row.drafts) <= most:
+            return _Block(row, [*row.ids[start:], *row.drafts], len(row.drafts) + 1)
+        return _Block(row, row.ids[start : min(start + most, len(row.ids) - 1)], 0)
+
+    def _forward(self, blocks: list[_Block]) -> None:
+        """One forward for all blocks. If it fails, each has its own, so that a fault ends its own
+        call only.
+        """
+        slots = [block.slot.number for block in blocks]
+        before = [len(block.slot.held) for block in blocks]
+        try:
+            logits = self._forward_rows(
+                slots, [block.tokens for block in blocks], [block.wanted for block in blocks]
+            )
+            host = to_host(logits)  # [sum of wanted, vocab]
+        except Exception as error:
+            if len(blocks) == 1:
+                self._fail(blocks[0].row, error)
+                return
+            self._engine.rewind(slots, before)
+            for block in blocks:
+                self._forward([block])
+            return
+        end = 0
+        for block in blocks:
+            first, end = end, end + block.wanted
+            if not block.wanted:
+                block.slot.held += block.tokens
+                continue
+            # Guarded one by one: a fault in one row's logits ends that call alone.
+            self._guarded(block.row, functools.partial(self._decide, logits=host[first:end]))
 
     def _end_cancelled(self) -> None:
         with self._lock:
@@ -301,7 +371,7 @@ class Executor:
             slot.is_free, slot.owner, slot.salt = False, row.call.owner, row.call.cache_salt
             row.slot, row.reused, row.scheduled_ns = slot, place.reused, self._clock()
             self._active.append(row)
-            self._guarded([row], functools.partial(self._fill, place=place))
+            self._guarded(row, functools.partial(self._fill, place=place))
 
     def _choose(self, call: Call, ids: list[int]) -> Place | None:
         """The free slot of the call's owner; else the one that `choose_place` chooses of those that
@@ -323,9 +393,8 @@ class Executor:
         used = [slot for slot in self._slots if slot not in free]
         return choose_place(free, used, ids, call.cache_salt, copies=self._copies)
 
-    def _fill(self, rows: list[_Row], place: Place) -> None:
+    def _fill(self, row: _Row, place: Place) -> None:
         """Bring a call's slot to the tokens that are reused."""
-        (row,) = rows
         assert row.slot is not None
         if place.source is row.slot:
             self._cut(row.slot, place.reused)
@@ -339,31 +408,8 @@ class Executor:
         if self._engine.length(slot.number) != length:
             self._engine.rewind([slot.number], [length])
 
-    def _feed(self, rows: list[_Row]) -> None:
-        (row,) = rows
-        assert row.slot is not None
-        start = len(row.slot.held)
-        chunk = row.ids[start : min(start + self._engine.max_step_tokens, len(row.ids) - 1)]
-        self._engine.forward([row.slot.number], token_rows([chunk]), last_only=True)
-        row.slot.held += chunk
-
-    def _advance(self, rows: list[_Row]) -> None:
-        """One forward for all rows. Each row holds the tokens its cache lacks, its drafts, and
-        padding, which is removed from the cache afterwards.
-        """
-        fed = [row.ids[-row.lag_tokens() :] + row.drafts for row in rows]
-        width = max(map(len, fed))
-        numbers = [row.slot.number for row in rows if row.slot is not None]
-        tokens = token_rows([[*row_ids, *[0] * (width - len(row_ids))] for row_ids in fed])
-        host = to_host(self._engine.forward(numbers, tokens))  # [rows, width, vocab]
-        for index, row in enumerate(rows):
-            end = len(fed[index])
-            row_logits = host[index, end - 1 - len(row.drafts) : end]  # [drafts + 1, vocab]
-            # Guarded one by one: a fault in one row's logits ends that call alone.
-            self._guarded([row], functools.partial(self._decide, logits=row_logits))
-
-    def _decide(self, rows: list[_Row], logits: Floats) -> None:
-        (row,) = rows
+    def _decide(self, row: _Row, logits: Floats) -> None:
+        """Go on by what the logits [drafts + 1, vocab] allow."""
         call, before, drafts = row.call, len(row.ids), row.drafts
         made = before - len(call.ids)
         allowed = self._without_end_ids(logits, call, made) if made < call.min_tokens else logits
@@ -412,21 +458,21 @@ class Executor:
         rows[: call.min_tokens - made, sorted(call.end_ids)] = -1e30
         return rows
 
-    def _guarded(self, rows: list[_Row], work: Callable[[list[_Row]], None]) -> None:
-        """Run a forward or a decision. If it fails, the calls that took part end with the error,
-        and the executor goes on.
+    def _guarded(self, row: _Row, work: Callable[[_Row], None]) -> None:
+        """Do a part of one call. If it fails, the call ends with the error, and the executor goes
+        on.
         """
         try:
-            work(rows)
+            work(row)
         except Exception as error:
-            for row in rows:
-                if row in self._active:
-                    assert row.slot is not None
-                    self._cut(row.slot, 0)
-                    self._finish(
-                        row,
-                        Output(row.call.call_id, (), "error", f"{type(error).__name__}: {error}"),
-                    )
+            self._fail(row, error)
+
+    def _fail(self, row: _Row, error: Exception) -> None:
+        if row in self._active:
+            assert row.slot is not None
+            self._cut(row.slot, 0)
+            text = f"{type(error).__name__}: {error}"
+            self._finish(row, Output(row.call.call_id, (), "error", text))
 
     def _finish(self, row: _Row, output: Output) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from toolkit.speculative.request_state import Sequence
 
-__all__ = ["Chunk", "next_chunks"]
+__all__ = ["Chunk", "next_chunks", "next_prompts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,30 @@ def next_chunks(
     """At most one chunk of each prompt, until there are max_tokens or more. prompts: in the order
     in which they came.
     """
-    order = sorted(prompts, key=lambda sequence: len(sequence.ids) - sequence.cached_tokens)
-    if oldest_first:
-        order.remove(prompts[0])
-        order.insert(0, prompts[0])
+    left = [len(sequence.ids) - sequence.cached_tokens for sequence in prompts]
     chunks: list[Chunk] = []
-    for sequence in order:
-        if max_tokens <= 0:
-            break
+    for place in next_prompts(left, chunk_len, max_tokens, oldest_first=oldest_first):
+        sequence = prompts[place]
         start = sequence.cached_tokens
         tokens = sequence.ids[start : start + chunk_len]
-        ends_prompt = start + len(tokens) == len(sequence.ids)
-        chunks.append(Chunk(sequence, tokens, ends_prompt))
-        max_tokens -= len(tokens)
+        chunks.append(Chunk(sequence, tokens, ends_prompt=len(tokens) == left[place]))
     return chunks
+
+
+def next_prompts(
+    left_tokens: Prompts[int], chunk_len: int, max_tokens: int, *, oldest_first: bool
+) -> list[int]:
+    """The places of the prompts of which a chunk is read, until there are max_tokens or more.
+    left_tokens: what is left of each prompt, in the order in which they came.
+    """
+    order = sorted(range(len(left_tokens)), key=left_tokens.__getitem__)
+    if oldest_first:
+        order.remove(0)
+        order.insert(0, 0)
+    chosen: list[int] = []
+    for place in order:
+        if max_tokens <= 0:
+            break
+        chosen.append(place)
+        max_tokens -= min(chunk_len, left_tokens[place])
+    return chosen

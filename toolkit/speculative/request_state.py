@@ -57,7 +57,8 @@ class Sequence:
         self._eos = eos
         self._end = len(self.ids) + request.max_tokens
         self._draft_len = draft_len
-        # The draft's numbers for this request are not finite: the rest of it is decoded plainly.
+        # The draft failed, or its numbers for this request are not finite: the rest of the request
+        # is decoded plainly.
         self.draft_failed = False
         self.load_limit = draft_len  # draft tokens the load allows; the runtime sets it each step
         self.adaptation = adaptation
@@ -66,10 +67,16 @@ class Sequence:
         # while a probe may need it.
         self.target_chances: deque[float] = deque(maxlen=PROBE_TOKENS)
         self.noted_tokens = len(self.ids)  # of ids, that the adaptation knows of
+        self.steps_without_burst = 0  # so many of the next ones
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def room(self) -> int:
+        """Output tokens that are left."""
+        return self._end - len(self.ids)
 
     @property
     def speculates(self) -> bool:

@@ -34,14 +34,16 @@ import torch
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import (
+    BurstingEngine,
     CopyingEngine,
     GenerationRequest,
     PackingEngine,
     StepEngine,
     TokenEvent,
 )
-from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
+from toolkit.speculative.acceptance import RULES, BurstingRule, RuleFactory, choose_rule, match
 from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
+from toolkit.speculative.bursts import Bursts, BurstStep
 from toolkit.speculative.cost_timer import measured_costs
 from toolkit.speculative.costs import StepCosts
 from toolkit.speculative.drafters import Drafter, ModelDrafter
@@ -68,6 +70,9 @@ NOT_FINITE_MESSAGE = (
 )
 # How long an idle `run` sleeps before it looks at its stop event again. A submit wakes it at once.
 IDLE_S = 0.1
+# A burst that ends undecided has computed a step in vain. Where nearly all weights are alike, most
+# steps are so: behind a burst of fewer tokens than the first number, so many steps have none.
+WORTHWHILE_TOKENS, STEPS_WITHOUT_BURST = 8, 16
 
 
 class QueueFull(RequestError):
@@ -143,6 +148,8 @@ class SpeculativeRuntime:
                 self._costs = measured_costs(target, drafting_engine, self._max_draft_len, clock)
             self._adaptive = Controller(settings.adaptive, self._costs, self._max_draft_len)
 
+        self._bursts = bursts_of(target, self._drafter, self._max_draft_len)
+
         self._lock = threading.Lock()  # guards the four below
         self._open: dict[str, Sequence] = {}  # waiting or active, by request id
         self._waiting: deque[Sequence] = deque()
@@ -204,7 +211,7 @@ class SpeculativeRuntime:
                 )
             self._open[request.request_id] = sequence
             self._waiting.append(sequence)
-        self._wake.set()
+        self._interrupt()
 
     def _draft_len(
         self, request: GenerationRequest, rule: RuntimeRule
@@ -228,6 +235,14 @@ class SpeculativeRuntime:
         with self._lock:
             if request_id in self._open:
                 self._cancelled.add(request_id)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Let the stepping thread look at what has changed."""
+        bursts = self._bursts  # `close` forgets it
+        if bursts is not None:
+            bursts.start()
+            bursts.interrupt()
         self._wake.set()
 
     def counters(self) -> RuntimeCounters:
@@ -305,6 +320,9 @@ class SpeculativeRuntime:
             self._cancelled.update(self._open)
         with self._stepping:
             self._end_overdue()
+        if self._bursts is not None:
+            self._bursts.close()
+            self._bursts = None
 
     def _end_overdue(self) -> None:
         """End cancelled requests and those past their deadline, waiting or running."""
@@ -354,11 +372,15 @@ class SpeculativeRuntime:
                 _copying(self._target).copy(source, number, reused)
             elif self._target.length(number) != reused:
                 self._target.rewind([number], [reused])
-            if self._drafter is not None:
-                self._drafter.begin(number, source, reused)
             sequence.cached_tokens = reused
         except Exception as error:
             self._fail([sequence], error)
+            return
+        if self._drafter is not None:
+            try:
+                self._drafter.begin(number, source, reused)
+            except Exception as error:
+                self._go_on_plainly([sequence], error)
 
     def _next_chunks(self) -> list[Chunk]:
         """The chunks of prompts that this step reads.
@@ -421,6 +443,10 @@ class SpeculativeRuntime:
             try:
                 if chunk.ends_prompt:
                     self._begin(sequence, logits[count - 1 : count])
+            except Exception as error:
+                self._fail([sequence], error)
+                continue
+            try:
                 # The draft reads the prompt after the target, so that the first token waits only
                 # for the target. A request that does not draft yet is fed when it does.
                 if (
@@ -432,7 +458,7 @@ class SpeculativeRuntime:
                     prompt = sequence.ids[: min(sequence.cached_tokens, sequence.prompt_tokens)]
                     self._drafter.feed(sequence.slot, prompt)
             except Exception as error:
-                self._fail([sequence], error)
+                self._go_on_plainly([sequence], error)
 
     def _begin(self, sequence: Sequence, logits: torch.Tensor) -> None:
         """Choose the first token, from the last logits [1, vocab] of the prompt."""
@@ -450,7 +476,11 @@ class SpeculativeRuntime:
     def _verify(self, chunks: list[Chunk]) -> None:
         rows = self._running[:]
         try:
-            self._verify_rows(rows, chunks)
+            self._limit_by_load(rows)
+            self._adapt(rows)
+            bursting = None if chunks else self._may_burst(rows)
+            if bursting is None or not self._burst(rows[0], bursting):
+                self._verify_rows(rows, chunks)
         except Exception as error:
             self._fail(rows, error)
 
@@ -458,13 +488,11 @@ class SpeculativeRuntime:
         """One step of the running requests. chunks: prompts that are read in the same forward. If
         that fails, each has its own, so that a fault ends its own request only.
         """
-        self._limit_by_load(rows)
-        self._adapt(rows)
-        start = self._clock()
+        start, has_failed = self._clock(), False
         if self._drafter is not None:
             speculating = [row for row in rows if row.speculates and row.draft_room() > 0]
             if speculating:
-                self._drafter.propose(speculating)
+                has_failed = not self._propose(self._drafter, speculating)
         drafted = self._clock()
         counts = [len(row.drafts) for row in rows]
         blocks = [[row.ids[-1], *row.drafts] for row in rows]
@@ -488,8 +516,9 @@ class SpeculativeRuntime:
             self._deliver(row, event)
         if read:
             self._read(read, first_logits)
-        # A forward that read prompts, too, says nothing about the cost of a step.
-        if self._costs is not None and not chunks:
+        # A forward that read prompts, too, says nothing about the cost of a step, nor does a draft
+        # that failed.
+        if self._costs is not None and not chunks and not has_failed:
             context = sum([row.cached_tokens for row in rows]) / len(rows)
             self._costs.note_step(
                 len(rows),
@@ -500,6 +529,35 @@ class SpeculativeRuntime:
                 self._clock() - read_ns,
             )
 
+    def _propose(self, drafter: Drafter, rows: list[Sequence]) -> bool:
+        """Draft for these rows. Returns whether it went well; if not, rows go on plainly."""
+        try:
+            drafter.propose(rows)
+        except Exception as error:
+            self._go_on_plainly(rows, error)
+            return False
+        wrong = [
+            row
+            for row in rows
+            if row.drafts and not 0 <= min(row.drafts) <= max(row.drafts) < self.vocab_size
+        ]
+        if wrong:
+            what = f"the draft proposed token ids outside the vocabulary of {self.vocab_size}"
+            self._go_on_plainly(wrong, ValueError(what))
+        return not wrong
+
+    def _go_on_plainly(self, sequences: list[Sequence], error: Exception) -> None:
+        """The draft failed for these requests: they do not use it any more, and nothing that its
+        cache holds of them is used again.
+        """
+        for sequence in sequences:
+            sequence.drafts.clear()
+            if self._drafter is not None:
+                self._drafter.settle(sequence.slot, 0)
+            if sequence.speculates:
+                sequence.draft_failed = True
+                sequence.tally.draft_failure = f"{type(error).__name__}: {error}"
+
     def _take(
         self, rows: list[Sequence], blocks: list[list[int]], logits: torch.Tensor, now: int
     ) -> tuple[list[tuple[Sequence, TokenEvent]], int]:
@@ -507,7 +565,7 @@ class SpeculativeRuntime:
         has fed. logits: [tokens, vocab], those of all blocks first. Also returns when the logits
         had been read, which is when a GPU has finished the forward.
         """
-        choices = argmax(logits[None])[0] if any(row.rule.is_argmax for row in rows) else []
+        choices = argmax(logits) if any(row.rule.is_argmax for row in rows) else []
         # On the CPU this is a view. On a GPU it is a copy, which greedy decoding does not need.
         needs_host = not logits.is_cuda or any(
             not row.rule.is_argmax or row.request.cumulative_logprob for row in rows
@@ -541,6 +599,99 @@ class SpeculativeRuntime:
         if slots:
             self._target.rewind(slots, lengths)
         return outcomes, read_ns
+
+    def _may_burst(self, rows: list[Sequence]) -> BurstingRule | None:
+        """The rule in whose place the engine may take the next steps by itself: of one request,
+        while nothing else is to be done.
+        """
+        if self._bursts is None or len(rows) != 1:
+            return None
+        (row,) = rows
+        self._bursts.allow()  # what comes from here on interrupts the burst
+        bursting, drafts = row.rule.bursting, row.draft_room() > 0
+        # A probe needs the chances of tokens that were drawn without drafts.
+        is_probed = row.adaptation is not None and not drafts and not row.rule.is_argmax
+        is_alone = not (self._waiting or self._prefilling or self._cancelled)
+        if row.request.cumulative_logprob or is_probed or not is_alone:
+            return None
+        if row.steps_without_burst:
+            row.steps_without_burst -= 1
+            return None
+        return bursting if not drafts or self._drafter_of_bursts().is_near(row) else None
+
+    def _burst(self, row: Sequence, rule: BurstingRule) -> bool:
+        """Whether it is all of this iteration. If not, the next step is left, in which rounding
+        decides.
+        """
+        bursts, draft_len = self._bursts, row.draft_room()
+        assert bursts is not None
+        last: list[TokenEvent] = []
+        faults: list[Exception] = []
+
+        def take(step: BurstStep) -> bool:
+            """On the reader's thread, or on this one."""
+            try:
+                if step.token == NOT_FINITE:
+                    raise ValueError(NOT_FINITE_MESSAGE)
+                wanted = min(draft_len, row.room - 1)
+                if len(step.drafts) < wanted:
+                    row.draft_failed = True
+                rule.pass_step(len(row.ids), wanted, len(step.drafts), step.accepted)
+                row.drafts = step.drafts[:]  # which the row clears
+                event = row.take(step.accepted, step.token, None, step.now_ns)
+                self._totals.add_step(step.draft_ns, step.verify_ns, 0)
+                row.tally.add_time(step.draft_ns, step.verify_ns, 0)
+                if row.adaptation is not None and self._adapt_in_burst(row, row.adaptation, step):
+                    bursts.interrupt()
+                if row.finish_reason is None:
+                    if row.request.running_stats:
+                        event = dataclasses.replace(event, stats=row.tally.stats())
+                    row.on_event(event)
+                    return True
+                last.append(event)
+            except Exception as error:
+                faults.append(error)
+            return False
+
+        unread = self._drafter_of_bursts().unread(row) if draft_len else row.ids[-1:]
+        end_ids = tuple(self._eos)
+        before = len(row.ids)
+        numbers = rule.foresee(before, draft_len)
+        is_undecided = bursts.run(row.slot, unread, draft_len, row.room, end_ids, numbers, take)
+        if faults:
+            raise faults[0]
+        # Steps behind one that a stop word ended are of no use.
+        if self._target.length(row.slot) > row.cached_tokens:
+            self._target.rewind([row.slot], [row.cached_tokens])
+        if draft_len:
+            self._drafter_of_bursts().note_burst(row)
+        for event in last:
+            self._deliver(row, event)
+        if is_undecided and len(row.ids) - before < WORTHWHILE_TOKENS:
+            row.steps_without_burst = STEPS_WITHOUT_BURST
+        return not is_undecided or row.finish_reason is not None
+
+    def _adapt_in_burst(self, row: Sequence, state: Adaptation, step: BurstStep) -> bool:
+        """Record what a step of a burst showed of a request whose draft length is chosen, and
+        choose again if that is due, while the next step runs. Returns whether the burst has to end:
+        the length is another one, or a probe may be due.
+        """
+        controller, count = self._adaptive, len(step.drafts)
+        assert controller is not None and self._costs is not None
+        before = state.draft_len
+        if count:
+            controller.note_block(state, count, step.accepted)
+            row.noted_tokens = len(row.ids)
+            row.target_chances.clear()
+        times = (step.draft_ns, step.verify_ns, 0)
+        self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
+        if row.finish_reason is None and not controller.keeps(1):
+            self._choose_draft_lens([row])
+        return state.draft_len != before or controller.may_probe()
+
+    def _drafter_of_bursts(self) -> ModelDrafter:
+        assert isinstance(self._drafter, ModelDrafter)
+        return self._drafter
 
     def _limit_by_load(self, rows: list[Sequence]) -> None:
         """Apply the schedule's draft length for this many requests, whatever they ask for. A draft
@@ -625,9 +776,15 @@ class SpeculativeRuntime:
             if row.adapts and row.adaptation is not None and controller.is_due_soon(row.adaptation)
         ]
         start = self._clock()
-        results = self._drafter.probe(
-            [row for row, _ in due], [min(PROBE_TOKENS, state.plain_tokens) for _, state in due]
-        )
+        probed = [row for row, _ in due]
+        try:
+            results = self._drafter.probe(
+                probed, [min(PROBE_TOKENS, state.plain_tokens) for _, state in due]
+            )
+        except Exception as error:
+            self._go_on_plainly(probed, error)
+            self._choose_draft_lens(rows)
+            return
         self._costs.note_probe(len(due), self._clock() - start)
         for (row, state), shares in zip(due, results, strict=True):
             controller.note_probe(state, shares, len(rows))
@@ -667,9 +824,15 @@ class SpeculativeRuntime:
                 self._end(sequence, "error", f"{type(error).__name__}: {error}")
 
     def _release(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Remove an ended request from the queue, and free its slot in both caches. The next
-        request may begin with what they hold, unless this one failed.
+        """Free the slot of an ended request in both caches, and forget the request. The next
+        request may begin with what the caches hold, unless this one failed. A request whose slot
+        cannot be freed is still open, so that `_fail` ends it.
         """
+        kept = 0
+        if self.settings.reuse_prefixes and event.finish_reason != "error":
+            kept = sequence.cached_tokens
+        if sequence.slot >= 0:
+            self._empty(sequence, kept)
         request_id = sequence.request.request_id
         with self._lock:
             self._open.pop(request_id, None)
@@ -687,14 +850,32 @@ class SpeculativeRuntime:
         if self._adaptive is not None and sequence.adaptation is not None:
             self._adaptive.finish(sequence.adaptation)
         slot, sequence.slot = self._slots[sequence.slot], -1
-        is_kept = self.settings.reuse_prefixes and event.finish_reason != "error"
-        kept = sequence.cached_tokens if is_kept else 0
-        self._target.rewind([slot.number], [kept])
-        if self._drafter is not None:
-            self._drafter.keep(slot.number, 0 if sequence.draft_failed else kept)
         self._uses += 1
         slot.held, slot.last_use = sequence.ids[:kept], self._uses if kept else 0
         self._free.add(slot.number)
+
+    def _empty(self, sequence: Sequence, kept: int) -> None:
+        """Leave as many tokens of a request in both caches."""
+        self._target.rewind([sequence.slot], [kept])
+        if self._drafter is None:
+            return
+        try:
+            self._drafter.keep(sequence.slot, 0 if sequence.draft_failed else kept)
+        except Exception:  # the next request in this slot finds out whether it still fails
+            self._drafter.settle(sequence.slot, 0)
+
+
+def bursts_of(target: StepEngine, drafter: Drafter | None, max_draft_len: int) -> Bursts | None:
+    """Bursts of these engines, if they can: plain requests and those that draft alike, since their
+    speed is compared.
+    """
+    if not isinstance(target, BurstingEngine):
+        return None
+    if drafter is None or max_draft_len == 0:
+        return Bursts(target, None, 0)
+    if not isinstance(drafter, ModelDrafter) or not target.bursts_with(drafter.engine):
+        return None
+    return Bursts(target, drafter.engine, max_draft_len)
 
 
 def _copying(engine: StepEngine) -> CopyingEngine:
@@ -718,9 +899,10 @@ def _decide(row: Sequence, logits: Floats | None, choices: list[int]) -> tuple[i
     """
     if row.rule.is_argmax or logits is None:
         accepted, token = match(row.drafts, choices.__getitem__)
+        is_finite = token != NOT_FINITE  # accepted drafts are choices, too
     else:
         accepted, token = row.rule.decide(logits, len(row.ids), row.drafts)
-    tokens = [*row.drafts[:accepted], token]
-    if token == NOT_FINITE or not (logits is None or are_finite(logits, tokens)):
+        is_finite = token != NOT_FINITE and are_finite(logits, [*row.drafts[:accepted], token])
+    if not is_finite:
         raise ValueError(NOT_FINITE_MESSAGE)
     return accepted, token

@@ -10,6 +10,8 @@ from toolkit.words import DraftLenReason, FinishReason
 
 __all__ = ["RuntimeCounters", "Tally", "Totals"]
 
+NOT_FINITE = "the draft's numbers are not finite"
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeCounters:
@@ -108,6 +110,7 @@ class Tally:
         self._steps_by_reason: dict[DraftLenReason, int] = {}
         self.first_scheduled_ns: int | None = None
         self.reused_prompt_tokens: int | None = None
+        self.draft_failure: str | None = None
 
     def add_tokens(self, count: int, now_ns: int) -> None:
         if self._first_token_ns is None:
@@ -159,4 +162,6 @@ class Tally:
             draft_len_changes=0 if self._adaptation is None else self._adaptation.changes,
             draft_probes=0 if self._adaptation is None else self._adaptation.probes,
             reused_prompt_tokens=self.reused_prompt_tokens,
+            draft_failure=self.draft_failure
+            or (NOT_FINITE if "draft failed" in self._steps_by_reason else None),
         )

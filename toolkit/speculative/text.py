@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,6 +50,7 @@ class TextCodec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._texts: dict[int, str] = {}  # of single tokens
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -68,8 +69,23 @@ class TextCodec:
 
         A batch of one, because it gives up Python's lock while it encodes. A single prompt does
         not: it would stop every other thread of the process, for half a second per megabyte.
+
+        Raises RequestError for a text that the tokenizer gives up.
         """
-        (encoding,) = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=special_tokens)
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [prompt], add_special_tokens=special_tokens
+            )
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        # A fault in Rust is a PanicException, which is no Exception. One is the limit that an
+        # expression meets if it runs away. Whoever has to answer the request would miss it.
+        except BaseException as error:
+            raise RequestError(
+                f"the tokenizer cannot encode this text: {error}",
+                hint="Send another text. If others fail too, look at the expressions of"
+                " tokenizer.json.",
+            ) from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -80,7 +96,14 @@ class TextCodec:
     def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
         # One by one: a row has few tokens and takes 1 us, while decode_batch wakes a thread pool,
         # which takes 0.1 ms on two cores.
-        return [self.decode(row) for row in rows]
+        return [self._text_of(row[0]) if len(row) == 1 else self.decode(row) for row in rows]
+
+    def _text_of(self, token: int) -> str:
+        """The text of one token, which is remembered: each is the context of the next one."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.decode([token])
+        return text
 
     def stream(self, prompt_ids: Sequence[int], stop: Sequence[str]) -> TextStream:
         return TextStream(self, prompt_ids, stop)

@@ -18,13 +18,19 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 
-from toolkit.config.hosts import is_loopback
+from toolkit.config.hosts import OPEN_LISTENER, is_loopback
 from toolkit.errors import UsageError
 
 __all__ = [
+    "KEY_CHARACTERS",
     "KEY_HEADER",
+    "KEY_HINT",
     "KEY_VARIABLE",
+    "LISTENERS",
+    "LISTENER_WARNING",
+    "MIN_KEY_CHARACTERS",
     "RESTRICTED",
+    "UNUSABLE_KEY",
     "admin_key",
     "open_listeners",
     "restrictions",
@@ -35,7 +41,19 @@ KEY_HEADER = "toolkit-admin-key"  # over HTTP; over gRPC triton-grpc-protocol-to
 RESTRICTED = "shared-memory,model-repository,statistics,trace,logging:" + KEY_HEADER
 OPTIONS = ("http-restricted-api", "grpc-restricted-protocol")
 # No character that has a meaning in Triton's argument, and nothing that can be guessed.
-KEY = re.compile(r"[A-Za-z0-9_.-]{16,}")
+KEY_CHARACTERS = "A-Za-z0-9_.-"  # as a class of a regular expression, and of a pattern of the shell
+MIN_KEY_CHARACTERS = 16
+KEY = re.compile(f"[{KEY_CHARACTERS}]{{{MIN_KEY_CHARACTERS},}}")
+UNUSABLE_KEY = (
+    f"{KEY_VARIABLE} cannot be a key: it has to have at least {MIN_KEY_CHARACTERS} of A-Z, a-z,"
+    " 0-9, _, . and -"
+)
+KEY_HINT = f"export {KEY_VARIABLE}=$(openssl rand -hex 16), or unset it for a random one."
+LISTENERS = ("--http-address", "--grpc-address", "--metrics-address")
+# What is said of each listener beyond loopback.
+LISTENER_WARNING = (
+    OPEN_LISTENER.format(address="this address") + "; put a proxy or a firewall before it"
+)
 
 
 def admin_key(environment: Mapping[str, str]) -> str:
@@ -44,11 +62,7 @@ def admin_key(environment: Mapping[str, str]) -> str:
     """
     key = environment.get(KEY_VARIABLE) or secrets.token_hex(16)
     if KEY.fullmatch(key) is None:
-        raise UsageError(
-            f"{KEY_VARIABLE} cannot be a key: it has to have at least 16 of A-Z, a-z, 0-9, _, ."
-            " and -",
-            hint=f"export {KEY_VARIABLE}=$(openssl rand -hex 16), or unset it for a random one.",
-        )
+        raise UsageError(UNUSABLE_KEY, hint=KEY_HINT)
     return key
 
 
@@ -64,6 +78,6 @@ def open_listeners(command: Sequence[str]) -> list[str]:
     addresses = {}
     for argument, following in zip(command, [*command[1:], ""], strict=True):
         option, separator, value = argument.partition("=")
-        if option in ("--http-address", "--grpc-address", "--metrics-address"):
+        if option in LISTENERS:
             addresses[option] = value if separator else following
     return [f"{option}={value}" for option, value in addresses.items() if not is_loopback(value)]

@@ -19,12 +19,11 @@ import sys
 from pathlib import Path
 from typing import IO, NoReturn
 
-from toolkit.config.hosts import OPEN_LISTENER
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.process import supervise
 from toolkit.process.server import LOCK_EXCEPTION, supervised
 from toolkit.process.workspace import Workspace
-from toolkit.triton.access import open_listeners
+from toolkit.triton.access import LISTENER_WARNING, open_listeners
 from toolkit.triton.process.server import STARTED_AGAIN, dispensable_models, launch_command
 
 __all__ = ["main"]
@@ -96,10 +95,7 @@ def _serve(repository: Path, arguments: list[str]) -> tuple[int, bool]:
 
 def _warn_of_listeners(command: list[str]) -> None:
     for listener in open_listeners(command):
-        warning = OPEN_LISTENER.format(address="this address")
-        print(
-            f"warning: {listener}: {warning}; put a proxy or a firewall before it", file=sys.stderr
-        )
+        print(f"warning: {listener}: {LISTENER_WARNING}", file=sys.stderr)
 
 
 def _copy(log: IO[bytes]) -> bool:

@@ -453,21 +453,25 @@ def _ratio_gate(metric: str, scope: Scope, ratio: Ratio | None, limit: float, ke
     return gate(result, ratio.estimate, limit, detail, next_steps[result])
 
 
-def _unmeasured_quality(metric: str, key: str, limits: QualityGates, *, quantized: bool) -> Gate:
+def _unmeasured_quality(
+    metric: str, key: str, limits: QualityGates, *, quantized: bool, fp8_kv_at_1: bool
+) -> Gate:
     """Judge a target whose quality was not measured. An unquantized target lost nothing and
-    passes. If the checkpoint came quantized, nobody knows what it lost.
+    passes. If the checkpoint came quantized, nobody knows what it lost; nor what an FP8 KV cache
+    of the engine's own costs.
     """
     limit: float = getattr(limits, key)
     gate = partial(make_gate, metric, Scope())
-    if not quantized:
+    if not quantized and not fp8_kv_at_1:
         return gate(PASS, None, limit, "the target is not quantized, so it lost nothing")
     detail = "not measured: the target came quantized, without its source to compare it with"
+    mended_by = "Name the unquantized checkpoint, so that it is quantized and measured here"
+    if not quantized:
+        detail = "not measured: what the FP8 KV cache at scale 1 costs; nothing else is quantized"
+        mended_by = "Remove engine.kv_cache_dtype"
     if key not in limits.model_fields_set:
         return gate(NOT_JUDGED, None, limit, detail)
-    advice = (
-        "Name the unquantized checkpoint, so that it is quantized and measured here; or remove"
-        f" validation.quality.{key}."
-    )
+    advice = f"{mended_by}; or remove validation.quality.{key}."
     return gate(FAIL, None, limit, detail, advice)
 
 
@@ -499,28 +503,42 @@ def _latency_gate(name: str, scope: Scope, latency: Latency, limit: float) -> Ga
 
 
 def quality_gates(
-    target: QuantizationQuality | None, limits: QualityGates, *, quantized: bool
+    target: QuantizationQuality | None,
+    limits: QualityGates,
+    *,
+    quantized: bool,
+    fp8_kv_at_1: bool = False,
 ) -> list[Gate]:
     """Judge the quantized target against its source. The draft has no gate: its quality shows in
     acceptance.
 
-    quantized: whether the served target is quantized, no matter where that was done.
+    quantized: whether the served target is quantized, no matter where that was done. fp8_kv_at_1:
+    whether its engine rounds keys and values beside that, which was not measured.
     """
     if target is None:
         keys = {"kl_mean": "max_kl", "top1_agreement": "min_top1_agreement"}
         return [
-            _unmeasured_quality(metric, key, limits, quantized=quantized)
+            _unmeasured_quality(metric, key, limits, quantized=quantized, fp8_kv_at_1=fp8_kv_at_1)
             for metric, key in keys.items()
             if getattr(limits, key) is not None
         ]
-    kl = f"{target.kl_mean:.4f} nats per token over {target.tokens:,} tokens of"
+    kl = f"{target.kl_mean:.4f} nats per token over {target.tokens:,} tokens of {{texts}}"
+    without = " (without the FP8 KV cache at scale 1)" if fp8_kv_at_1 else ""
     gates = [
         _quality_gate(
-            "kl_mean", target, target.kl_mean, target.kl_interval, limits.max_kl, f"{kl} {{texts}}"
+            "kl_mean",
+            target,
+            target.kl_mean,
+            target.kl_interval,
+            limits.max_kl,
+            f"{kl}{without}",
         )
     ]
     if limits.min_top1_agreement is not None:
-        top1 = f"{target.top1_agreement:.2%} of {target.tokens:,} tokens of {{texts}} keep theirs"
+        top1 = (
+            f"{target.top1_agreement:.2%} of {target.tokens:,} tokens of {{texts}} keep"
+            f" theirs{without}"
+        )
         gates.append(
             _quality_gate(
                 "top1_agreement",

@@ -6,12 +6,13 @@ that the search did not find fails, with the share that the lowest probe kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from toolkit.bench.gate import make_gate
 from toolkit.bench.limits import judge, parse_limit
-from toolkit.bench.load import load_limits
+from toolkit.bench.load import load_limits, needed_seconds
 from toolkit.bench.proportions import clopper_pearson
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome
 from toolkit.config.schema import LoadGates
@@ -29,10 +30,8 @@ TOO_SLOW = (
     "Not met at this rate: lower validation.load.rate, serve with more or faster hardware, or raise"
     " validation.load.{key}."
 )
-TOO_CLOSE = (
-    "Too close to call, or too few requests: raise validation.load.max_seconds, or run on an idle"
-    " machine."
-)
+TOO_CLOSE = "Too close to call: raise validation.load.max_seconds, or run on an idle machine."
+TOO_FEW = "Too few requests at this rate: validation.load.max_seconds: {seconds} gives enough."
 
 
 def judge_load(load: LoadRun, limits: LoadGates) -> list[Gate]:
@@ -44,7 +43,7 @@ def judge_load(load: LoadRun, limits: LoadGates) -> list[Gate]:
     judged = [gate for gate in gates if gate.metric != "errors"]
     return [
         _errors(deployed, limits),
-        *(replace(gate, next_step=_next_step(gate)) for gate in judged),
+        *(replace(gate, next_step=_next_step(gate, load.point, limits)) for gate in judged),
     ]
 
 
@@ -64,12 +63,29 @@ def load_findings(load: LoadRun, run: BenchRun | None) -> Iterator[Finding]:
                 " for as long as requests came, and so did its latencies"
             )
             yield Finding("load", "warning" if is_deployed else "note", detail)
+    yield from _later_than_plain(load)
     if len(point.arms) == 1:
         detail = (
             "the open loop has no plain arm: two servers do not fit beside each other, or nothing"
             " speculates"
         )
         yield Finding("load", "note", detail)
+
+
+def _later_than_plain(load: LoadRun) -> Iterator[Finding]:
+    """Say so if speculation slows requests down at this rate, whatever it does for one alone."""
+    if load.point is None or len(load.point.arms) == 1:
+        return
+    plain, deployed = (arm.latencies["e2e"] for arm in load.point.arms)
+    if plain.p50_high is None or deployed.p50_low is None or deployed.p50_low <= plain.p50_high:
+        return
+    detail = (
+        f"at {load.rate:g} requests/s half of the requests take more than {deployed.p50:,.0f} ms"
+        f" with speculation and {plain.p50:,.0f} without: drafts cost more than they save when"
+        " requests run together. speculation.adaptive or speculation.draft_len_schedule drafts less"
+        " then"
+    )
+    yield Finding("load", "warning", detail)
 
 
 def _answered_per_s(arm: BenchArm, rounds: int) -> float:
@@ -128,10 +144,13 @@ def _errors(point: BenchPoint, limits: LoadGates) -> Gate:
     return make_gate("errors", Scope(rate=point.rate), result, share, limit, detail, steps[result])
 
 
-def _next_step(gate: Gate) -> str | None:
+def _next_step(gate: Gate, point: BenchPoint, limits: LoadGates) -> str | None:
     """Return what to do, in terms of the YAML instead of `toolkit bench`'s options."""
     if gate.outcome == PASS:
         return None
+    if gate.outcome == INCONCLUSIVE and gate.measured is None and point.rate is not None:
+        seconds = 10 * math.ceil(needed_seconds(point.rate, len(point.arms), limits) / 10)
+        return TOO_FEW.format(seconds=seconds)
     if gate.outcome == INCONCLUSIVE:
         return TOO_CLOSE
     key = "goodput or min_goodput"

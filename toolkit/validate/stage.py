@@ -209,12 +209,16 @@ def validate(
     open_loop, open_run = _open_loop(served, config, sender, arms[-1], greedy)
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config, max_draft_len)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config, max_draft_len)
+    target = origin.engines.get("target")
     gates = [
         *_gates(config, greedy_arms, greedy_speedup, correctness.parity, 0.0),
         *_gates(config, sampled_arms, sampled_speedup, correctness.seeded, config.temperature),
         *correctness_gates(correctness),
         *quality_gates(
-            quality.target, config.quality, quantized=_is_quantized(origin.engines.get("target"))
+            quality.target,
+            config.quality,
+            quantized=_is_quantized(target),
+            fp8_kv_at_1=target is not None and target.has_fp8_kv_at_1,
         ),
         *(() if loaded is None else loaded.gates),
         *(() if config.load is None or open_loop is None else judge_load(open_loop, config.load)),

@@ -197,10 +197,13 @@ def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
 
 
 def _judge_raw_texts(config: DeploymentConfig) -> Iterator[Judgement]:
-    """Warn about raw text beside a chat template."""
+    """Warn about raw text beside a chat template, or for an instruct model of the hub."""
+    from toolkit.facts.models import is_instruct
     from toolkit.workflows.raw_texts import RAW_TEXT_HINT, raw_texts
 
-    for key, what in raw_texts(config):
+    hub_id = config.target.hub_id
+    known = hub_id is not None and is_instruct(hub_id)
+    for key, what in raw_texts(config, is_instruct=known):
         yield Judgement("toolkit-raw-text", "warning", key, what, RAW_TEXT_HINT)
 
 

@@ -24,16 +24,21 @@ RAW_TEXT_HINT = (
 )
 
 
-def raw_texts(config: DeploymentConfig) -> Iterator[tuple[str, str]]:
+def raw_texts(config: DeploymentConfig, *, is_instruct: bool = False) -> Iterator[tuple[str, str]]:
     """(key of the YAML, what is wrong) of each file of raw text beside a chat template. Files that
-    cannot be read are judged elsewhere. Nothing is said of a hub id that has not been fetched: a
-    plan does not depend on what is in this machine's cache.
+    cannot be read are judged elsewhere.
+
+    is_instruct: known of a hub id by its name; its template is not read, since a plan does not
+    depend on what is in this machine's cache.
     """
-    try:
-        if not has_chat_template(config.target.checkpoint):
+    why = "is an instruct model"
+    if not is_instruct:
+        try:
+            if not has_chat_template(config.target.checkpoint):
+                return
+        except CheckpointError:
             return
-    except CheckpointError:
-        return
+        why = "has a chat template"
     validation, calibration = config.validation, config.calibration
     files = [
         (
@@ -62,8 +67,8 @@ def raw_texts(config: DeploymentConfig) -> Iterator[tuple[str, str]]:
         if raw:
             yield (
                 key,
-                f"{raw} of the {len(rows)} texts that are used are raw, and the target has a chat"
-                f" template: {measured} measured on text that no chat client sends",
+                f"{raw} of the {len(rows)} texts that are used are raw, and the target {why}:"
+                f" {measured} measured on text that no chat client sends",
             )
 
 

@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from tests.support.manifests import check_manifests, check_references, pods
+from toolkit.errors import UsageError
+from toolkit.triton.access import LISTENER_WARNING, admin_key
 from toolkit.triton.package import deploy
 from toolkit.triton.package.deploy import (
     Deployment,
@@ -347,6 +349,48 @@ def test_every_server_asks_for_the_operators_key(
     other = [word for word in arguments() if word.startswith("--http-restricted-api")]
     assert re.fullmatch(rf"--http-restricted-api={apis}[0-9a-f]{{32}}", restricted[0])
     assert restricted[0] != other[0]
+
+
+BAD_KEYS = ["short", "0123456789abcde", "with,comma0123456789", "a b" * 9, "0123456789abcdef\n"]
+BAD_KEYS += ["0123456789abcdef'; echo x", "\u00e4" * 16, "*" * 16]
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8", "en_US.UTF-8"])
+@pytest.mark.parametrize("key", BAD_KEYS)
+def test_a_script_refuses_what_the_toolkit_refuses_as_a_key(key: str, locale: str) -> None:
+    """In the same words, and with the same exit code."""
+    with pytest.raises(UsageError) as refused:
+        admin_key({"TOOLKIT_ADMIN_KEY": key})
+    environment = {
+        "PATH": os.environ["PATH"],
+        "TOOLKIT_ADMIN_KEY": key,
+        "REPOSITORY": "/nowhere",
+        "LC_ALL": locale,
+    }
+    launch, slurm = launch_script(deployment()), slurm_script(deployment(world_size=16))
+    for shell, script in (("sh", launch), ("bash", launch), ("bash", slurm)):
+        done = subprocess.run(
+            [shell, "-c", script], env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (refused.value.exit_code, "")
+        errors = [line for line in done.stderr.splitlines() if "setlocale" not in line]
+        assert "\n".join(errors) == str(refused.value)
+
+
+def test_slurm_says_who_reaches_its_ports(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REPOSITORY": "/nowhere"}
+    done = subprocess.run(
+        ["bash", "-c", slurm_script(deployment(world_size=16))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == (
+        f"warning: ports 8000, 8001, 8002 of the job's nodes: {LISTENER_WARNING}\n"
+    )
 
 
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])

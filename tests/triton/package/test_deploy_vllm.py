@@ -21,6 +21,7 @@ from toolkit.engines.vllm import arguments, server
 from toolkit.engines.vllm.arguments import command_flags
 from toolkit.engines.vllm.sampling_plugin import DISTRIBUTION
 from toolkit.errors import UsageError
+from toolkit.triton.access import LISTENER_WARNING
 from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import MODEL_JSON
@@ -194,6 +195,55 @@ def test_triton_adds_the_tensors_so_its_own_completion_stays_on(tmp_path: Path) 
     words = shlex.split(script.partition("exec ")[2])
     assert words[:2] == ["/opt/tritonserver/bin/tritonserver", "--model-repository=/models"]
     assert "--disable-auto-complete-config" not in script
+
+
+def test_the_script_of_triton_s_backend_says_who_reaches_it(tmp_path: Path) -> None:
+    script = (folder_of(tmp_path) / "launch.sh").read_text()
+    script = script.replace("/opt/tritonserver/bin/tritonserver", "true")
+
+    def said(*arguments: str) -> list[str]:
+        command = ["sh", "-c", script, "launch.sh", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stderr.splitlines()
+
+    listeners = [f"--{name}-address" for name in ("http", "grpc", "metrics")]
+    assert said() == [f"warning: {option}=0.0.0.0: {LISTENER_WARNING}" for option in listeners]
+    loopback = [f"{option}=127.0.0.1" for option in listeners]
+    assert said(*loopback) == []
+    assert said(*loopback, "--grpc-address=::1", "--http-address=gpu7") == [
+        f"warning: --http-address=gpu7: {LISTENER_WARNING}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "ports"),
+    [
+        (ON_GPU, "kubernetes_vllm.yaml", [8000]),
+        ({**ON_GPU, "version": "0.24.0"}, "kubernetes.yaml", [8000, 8001, 8002]),
+        (SEVERAL_NODES, "leaderworkerset.yaml", [8000]),
+    ],
+)
+def test_pods_may_do_little_and_are_reached_by_their_namespace_alone(
+    tmp_path: Path, changes: dict[str, Any], name: str, ports: list[int]
+) -> None:
+    """With several nodes each also reaches the ports of the others."""
+    group = manifests(folder_of(tmp_path, **changes) / name)
+    (policy,) = (item for item in group if item["kind"] == "NetworkPolicy")
+    assert policy["spec"]["podSelector"]["matchLabels"] == {"app": "pair"}
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    first, *others = policy["spec"]["ingress"]
+    assert first["from"] == [{"podSelector": {}}]  # without a namespaceSelector: this one
+    assert [entry["port"] for entry in first["ports"]] == ports
+    peers = [{"podSelector": {"matchLabels": {"app": "pair"}}}]
+    assert [rule["from"] for rule in others] == ([peers] if changes is SEVERAL_NODES else [])
+    for template in pods(group):
+        assert template["spec"]["automountServiceAccountToken"] is False
+        (container,) = template["spec"]["containers"]
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert template["metadata"]["labels"]["app"] == "pair"
 
 
 def test_an_image_runs_our_script_instead_of_its_own_entry_point(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_repository_is_complete_and_its_record_is_right(
         *FILES,
         "tensorrt_llm/config.pbtxt",
         "tensorrt_llm/1/model.py",
+        "tensorrt_llm/1/libtriton_toolkit.so",
         "tensorrt_llm/1/model.yaml",
         *(
             f"tensorrt_llm/1/engines/{role}/{name}"
@@ -84,7 +85,7 @@ def test_repository_is_complete_and_its_record_is_right(
     assert settings["triton_config"]["max_batch_size"] == 0
     for path in out.rglob("*"):
         if path.is_file():
-            assert str(tmp_path) not in path.read_text(), path
+            assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

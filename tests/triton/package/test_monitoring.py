@@ -74,6 +74,9 @@ def test_promtool_accepts_the_rules_and_the_configuration(
     assert "1 rule files found" in promtool("check", "config", PROMETHEUS_FILE, cwd=tmp_path)
 
 
+FAILED_DRAFTS = 'toolkit_draft_len_steps{job="toolkit",model="m",reason="draft failed"}'
+
+
 def healthy(**others: str) -> dict[str, str]:
     """Series -> its values every 30 s over two hours: 20 requests a minute, 3 tokens a step, a
     first token within 50 ms.
@@ -91,7 +94,8 @@ def healthy(**others: str) -> dict[str, str]:
         'toolkit_ttft_seconds_bucket{job="toolkit",model="m",le="+Inf"}': "0+10x240",
     }
     assert set(others) <= set(series) | {
-        'toolkit_requests{job="toolkit",model="m",outcome="error"}'
+        'toolkit_requests{job="toolkit",model="m",outcome="error"}',
+        FAILED_DRAFTS,
     }
     return {**series, **others}
 
@@ -103,6 +107,7 @@ FAULTS = {
         'toolkit_ttft_seconds_bucket{job="toolkit",model="m",le="0.05"}', "0x240",
     ),
     "QueueGrows": ('toolkit_queued_requests{job="toolkit",model="m"}', "0x120 1+1x120"),
+    "DraftFails": (FAILED_DRAFTS, "0+1x240"),
     # 1.3 tokens a step, of 3 expected: below break-even, too.
     "AcceptanceCollapsed": (
         'toolkit_accepted_draft_tokens{job="toolkit",model="m"}', "0+30x240",
@@ -170,6 +175,13 @@ def test_acceptance_may_be_worse_than_measured_and_still_pay(tmp_path: Path) -> 
         healthy(**{series: "0+150x240"}),
         {"AcceptanceCollapsed": 0, "SpeculationDoesNotPay": 0},
     )
+
+
+@needs_promtool
+def test_one_draft_that_fails_is_no_alert(tmp_path: Path) -> None:
+    write_rules(SERVED, MEASURED, tmp_path)
+    for at in ("70m", "75m", "110m"):
+        fired(tmp_path, healthy(**{FAILED_DRAFTS: "0x120 30x120"}), {"DraftFails": 0}, at)
 
 
 @needs_promtool
@@ -288,6 +300,7 @@ def test_the_dashboard_follows_grafana_s_schema(tmp_path: Path, case: str) -> No
     if case == "torch":
         assert positions is not None and len(positions["targets"]) == 4
     assert (positions is None) == (case in ("plain", "trtllm"))
+    assert ("Verify steps by reason" in titles) == (case in ("torch", "long-drafts"))
 
 
 @pytest.mark.parametrize(

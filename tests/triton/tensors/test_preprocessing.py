@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.runtimes import RUNAWAY_TEXT, runaway_codec
 from toolkit.errors import RequestError
-from toolkit.triton.tensors.preprocessing import Preprocessor
+from toolkit.triton.tensors.preprocessing import Encoder, Preprocessor
 from toolkit.triton.tensors.size_limits import (
     MAX_BIASED_WORDS,
     MAX_STOP_IDS,
@@ -34,7 +35,7 @@ def words(*values: bytes) -> Any:
     return np.array([values], dtype=np.object_)
 
 
-def run(encoder: CountingEncoder, **arrays: Any) -> dict[str, Any]:
+def run(encoder: Encoder, **arrays: Any) -> dict[str, Any]:
     prompt = {"QUERY": words(b"hello"), "REQUEST_OUTPUT_LEN": np.array([[1]], dtype=np.int32)}
     return Preprocessor(encoder, end_ids=[1], max_input_len=4).run({**prompt, **arrays})
 
@@ -77,3 +78,10 @@ def test_what_would_cost_the_others_time_is_refused(arrays: dict[str, Any], mess
     with pytest.raises(RequestError, match=message):
         run(encoder, **arrays)
     assert encoder.characters <= 64 + MAX_STOP_WORDS * MAX_WORD_BYTES
+
+
+@pytest.mark.parametrize("name", ["QUERY", "STOP_WORDS_DICT", "BAD_WORDS_DICT"])
+def test_what_the_tokenizer_gives_up_is_refused(name: str) -> None:
+    """The model answers a RequestError, and nothing else."""
+    with pytest.raises(RequestError, match="the tokenizer cannot encode this text"):
+        run(runaway_codec(), **{name: words(RUNAWAY_TEXT.encode())})

@@ -315,6 +315,17 @@ def test_statistics_come_with_the_last_response_when_asked_for() -> None:
     assert (last["draft_time_ns"], last["verify_time_ns"], last["host_time_ns"]) == ([5], [6], [7])
 
 
+@pytest.mark.parametrize("returns", [{}, {"sampling_param_return_perf_metrics": True}])
+def test_a_draft_that_failed_is_told_with_the_last_response_unasked(
+    returns: dict[str, bool],
+) -> None:
+    answer, failed = Answer(parsed(streaming=True, **returns)), "OutOfMemoryError: none is left"
+    stats = dataclasses.replace(STATS, draft_failure=failed)
+    first, *_, last = [answer.add(dataclasses.replace(event, stats=stats), 0) for event in events()]
+    assert first is not None and "draft_failure" not in first
+    assert last is not None and last["draft_failure"] == [failed]
+
+
 @pytest.mark.parametrize(("known", "reused"), [(None, 0), (0, 0), (2, 2)])
 def test_a_block_is_a_token_of_the_prompt(known: int | None, reused: int) -> None:
     answer = Answer(parsed(sampling_param_return_perf_metrics=True))

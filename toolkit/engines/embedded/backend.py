@@ -24,15 +24,17 @@ from toolkit.engines.embedded.directory import (
     write_config,
 )
 from toolkit.engines.embedded.engine import EmbeddedEngine, eager_engine, native_products
-from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
-from toolkit.engines.embedded.weights import fuse, load_weights, save_weights
+from toolkit.engines.embedded.weights import fuse, load_weights, save_weights, unit_kv_scales
 from toolkit.errors import BackendUnavailable, StageError
 from toolkit.facts.embedded import PREFILL_TOKENS
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
+from toolkit.pipeline.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 from toolkit.words import BuiltMode, ComputeDtype, Device, Fp8Compute, KvDtype
 
 __all__ = ["TorchBackend"]
+
+UNIT_SCALES = "the FP8 KV cache has scale 1 (engine.kv_cache_dtype); figures of quality are without"
 
 
 class TorchBackend:
@@ -54,14 +56,18 @@ class TorchBackend:
         source = open_checkpoint(checkpoint.path)
         progress(0, None, f"{spec.role}: fusing weights")
         weights = fuse(source)
+        is_calibrated = source.quantization.kv_cache_quant_algo == "FP8"
+        kv_dtype: KvDtype = "fp8" if is_calibrated else spec.kv_cache_dtype or _compute_dtype(spec)
+        if kv_dtype == "fp8" and not is_calibrated:
+            weights |= unit_kv_scales(source.shape.num_layers)
+            notes = (*notes, UNIT_SCALES)
         save_weights(weights, out_dir / WEIGHTS)
+        weights = load_weights(out_dir / WEIGHTS)  # mapped: compiling holds packed ones beside them
         copy_side_files(checkpoint.path, out_dir)
         fp8_compute: Fp8Compute | None = None
         if source.quantization.quant_algo == "FP8":
             fp8_compute = "native" if native_products(spec.device).fp8 else "dequantized"
         max_step_tokens = max(spec.prefill_chunk_len or PREFILL_TOKENS, spec.max_draft_len + 1)
-        is_fp8 = source.quantization.kv_cache_quant_algo == "FP8"
-        kv_dtype: KvDtype = "fp8" if is_fp8 else spec.kv_cache_dtype or _compute_dtype(spec)
         if mode == "compiled":
             from toolkit.engines.embedded.compile import compile_package
 

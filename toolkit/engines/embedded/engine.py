@@ -9,6 +9,7 @@ wait: the caller does, once per forward, when it reads the logits.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
@@ -88,6 +89,8 @@ class EmbeddedEngine:
         self._lengths = [0] * max_batch_size
         # The few index tensors that every step needs again.
         self._indices: dict[tuple[int, ...], Tensor] = {}
+        # (widths, wanted) of steps -> starts and columns
+        self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor]] = {}
         self.vocab_size = vocab_size
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
@@ -103,40 +106,39 @@ class EmbeddedEngine:
             )
         starts = tuple(range(0, batch * n, max(1, n)))
         columns = tuple(start + n - 1 for start in starts) if last_only else tuple(range(batch * n))
-        logits = self._append(slots, tokens.reshape(-1), [n] * batch, starts, columns)
+        logits = self._append(
+            slots, tokens.reshape(-1), [n] * batch, self._index(starts), self._index(columns)
+        )
         return logits.view(batch, -1, self.vocab_size)
 
     def forward_rows(
         self, slots: Sequence[int], rows: Sequence[Sequence[int]], wanted: Sequence[int]
     ) -> Tensor:
         """See PackingEngine.forward_rows. Raises ValueError for tokens or slots that do not fit."""
-        widths = [len(row) for row in rows]
-        ends = list(itertools.accumulate(widths))
-        starts = tuple(end - width for end, width in zip(ends, widths, strict=True))
-        columns = tuple(
-            column
-            for end, count in zip(ends, wanted, strict=True)
-            for column in range(end - count, end)
-        )
+        shape = (tuple(map(len, rows)), tuple(wanted))
+        # Most steps have the shape of an earlier one, and finding places and columns takes longer.
+        places = self._shapes.get(shape)
+        if places is None:
+            if len(self._shapes) >= MAX_INDICES:
+                self._shapes.clear()
+            places = self._shapes[shape] = _starts_and_columns(*shape)
+        starts, columns = places
         tokens = torch.from_numpy(np.array([token for row in rows for token in row]))
-        # A forward has at least one row of logits.
-        logits = self._append(list(slots), tokens, widths, starts, columns or (len(tokens) - 1,))
-        return logits[: len(columns)]
+        logits = self._append(list(slots), tokens, shape[0], starts, columns)
+        return logits if any(wanted) else logits[:0]
 
     def _append(
         self,
         slots: list[int],
         tokens: Tensor,
-        widths: list[int],
-        starts: tuple[int, ...],
-        columns: tuple[int, ...],
+        widths: Sequence[int],
+        starts: Tensor,
+        columns: Tensor,
     ) -> Tensor:
         """Append packed tokens [t], widths[i] of them to slots[i]. The logits [c, vocab]."""
         places = self._places(slots, widths)
         with torch.inference_mode():
-            logits = self._run(
-                tokens, self._index(tuple(slots)), places, self._index(starts), self._index(columns)
-            )
+            logits = self._run(tokens, self._index(tuple(slots)), places, starts, columns)
         for slot, width in zip(slots, widths, strict=True):
             self._lengths[slot] += width
         return logits
@@ -174,7 +176,7 @@ class EmbeddedEngine:
         if index is None:
             if len(self._indices) >= MAX_INDICES:
                 self._indices.clear()
-            index = self._indices[values] = torch.tensor(values)
+            index = self._indices[values] = torch.tensor(values, dtype=torch.int64)
         return index
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
@@ -203,6 +205,20 @@ class EmbeddedEngine:
                 entries = -(-length * cache.shape[2] // self._capacity)
                 cache[slot, :, :entries] = cache[source, :, :entries]
         self._lengths[slot] = length
+
+
+def _starts_and_columns(widths: Sequence[int], wanted: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of packed rows: where each begins, and the columns of their last `wanted` tokens. A forward
+    has at least one column of logits: the last one, if none is wanted.
+    """
+    ends = list(itertools.accumulate(widths))
+    starts = [end - width for end, width in zip(ends, widths, strict=True)]
+    columns = [
+        column
+        for end, count in zip(ends, wanted, strict=True)
+        for column in range(end - count, end)
+    ]
+    return torch.tensor(starts), torch.tensor(columns or [ends[-1] - 1])
 
 
 def open_checkpoint(
@@ -353,6 +369,10 @@ def unused_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     num_bytes = math.prod(size) * dtype.itemsize
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Where the kernel gives huge pages to everybody, a byte would take 2 MiB.
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(size)
 
 

@@ -52,7 +52,6 @@ using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
 constexpr int64_t kBlock = 64;   // rows in a packed block
 constexpr int64_t kVectors = kBlock / kLanes;
 constexpr int64_t kTokens = 6;   // rows of activations per pass over the weights: 24 sums fit into 32 registers
-constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors that are summed at a time in attention
 constexpr int64_t kGrain = 1 << 17;  // with fewer multiply-adds, a second thread costs more than it saves
 constexpr float kFp8Max = 448.0f;
 
@@ -142,6 +141,18 @@ class Scratch {
 // only the broadcast.
 inline Floats splat(float x) { return x - Floats{}; }
 
+// sum + a * b, rounded once if the processor can. Left to itself, GCC decides anew in every loop whether
+// it rounds once or twice, so that the bits would depend on the number of tokens.
+inline Floats plus_product(Floats sum, Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 // Keep a loaded value in a register. Otherwise GCC loads it again for every product, and the loads
 // limit the speed of the loop.
 inline void keep_loaded([[maybe_unused]] Floats& v) {
@@ -150,11 +161,22 @@ inline void keep_loaded([[maybe_unused]] Floats& v) {
 #endif
 }
 
-// Prefetch the weights that are 3 KiB ahead. Only this way are weights that exceed the caches read
-// at the speed of memory: the hardware's own prefetcher stops at every 4 KiB page, and its pauses
-// cost time as soon as there is arithmetic between the loads.
-inline void ahead(const void* weights, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(weights) + 3072 + i);
+// Add what is added here at once. Otherwise GCC first adds the products of several steps to each
+// other, and writes sums to memory for lack of registers.
+#ifdef __AVX2__
+inline Ints in_this_order(Ints sum) {
+  asm("" : "+v"(sum));
+  return sum;
+}
+#endif
+
+// Weights are prefetched this far ahead. Only this way are weights that exceed the caches read at the
+// speed of memory: the hardware's own prefetcher stops at every 4 KiB page, and its pauses cost time
+// as soon as there is arithmetic between the loads.
+constexpr int64_t kAheadBytes = 3072;
+
+inline void prefetch(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // A vector of weights of any storage type as floats; all of these conversions are exact. GCC 12
@@ -302,19 +324,22 @@ struct Finish {
   const float* factors = nullptr;  // or one for each token
 
   // Write the outputs of m tokens for the block of weights whose rows begin at `first`. product(t, j)
-  // is vector j of token t.
+  // is vector j of token t. What is read for every vector is copied first: as far as GCC knows, each
+  // store may change what a pointer leads to.
   template <typename P>
-  void operator()(int64_t first, int64_t m, const P& product) const {
-    for (int64_t j = 0; j < kVectors && first + j * kLanes < rows; ++j) {
+  void operator()(int64_t first, int64_t m, P product) const {
+    const Finish how = *this;
+    for (int64_t j = 0; j < kVectors && first + j * kLanes < how.rows; ++j) {
       int64_t row = first + j * kLanes;
-      if (row + kLanes > rows) return last(row, m, [&](int64_t t) { return product(t, j); });
-      Floats of_row = scale ? load<Floats>(scale + row) : Floats{};
+      if (row + kLanes > how.rows) return last(row, m, [=](int64_t t) { return product(t, j); });
+      Floats of_row = how.scale ? load<Floats>(how.scale + row) : Floats{};
+      Floats bias_of_row = how.bias ? load<Floats>(how.bias + row) : Floats{};
       for (int64_t t = 0; t < m; ++t) {
         Floats v = product(t, j);
-        if (scale) v *= of_row * by(t);
-        if (bias) v += load<Floats>(bias + row);
-        if (onto) v += load<Floats>(onto + t * rows + row);
-        store(out + t * rows + row, v);
+        if (how.scale) v *= of_row * how.by(t);
+        if (how.bias) v += bias_of_row;
+        if (how.onto) v += load<Floats>(how.onto + t * how.rows + row);
+        store(how.out + t * how.rows + row, v);
       }
     }
   }
@@ -324,7 +349,7 @@ struct Finish {
 
   // The same for the end of the rows, which is no whole vector.
   template <typename P>
-  void last(int64_t row, int64_t m, const P& product) const {
+  void last(int64_t row, int64_t m, P product) const {
     for (int64_t t = 0; t < m; ++t) {
       Floats v = product(t);
       for (int64_t i = 0; row + i < rows; ++i) {
@@ -338,20 +363,21 @@ struct Finish {
 
 // ---- linear -------------------------------------------------------------------------------------
 
-// A kind of product is a `Dot`. A step of a block has a Row of numbers for each vector of rows of
-// weights, and a Group of numbers for each row of activations; `add` adds their products to a
-// vector of sums. A group is one number or, where the processor multiplies groups of 32 bits, four
-// codes or two BF16 numbers. kStepBytes are what a step takes in memory, kPanelBytes what it takes
-// where `row` reads it: `panel` returns some steps as they are, or converts them into scratch.
+// A kind of product is a `Dot`. A step of a block is one number, four codes or two BF16 numbers of
+// each row. It is multiplied at once or, if the processor has no such product, in two parts. A part
+// has a Row of numbers for each vector of rows of weights, and a Group of numbers for each row of
+// activations; `add` adds their products to a vector of sums. kStepBytes are what a step takes in
+// memory, kPanelBytes what it takes where `row` reads it: `panel` returns some steps as they are, or
+// converts them into scratch.
 //
-// Rows of activations, [rows, steps], are taken kTokens at a time: a tile.
+// Rows of activations, [rows, steps, kParts], are taken kTokens at a time: a tile.
 constexpr int64_t kPanelSteps = 64;  // they stay in the nearest cache while all tiles meet them
 
 // Vectors of rows that are summed at a time, so that the sums of `tile` rows of activations fit
 // into the registers: 32 on AVX-512, 16 elsewhere.
 constexpr int64_t pass_of(int tile) {
   if (kLanes == 16) return kVectors;
-  return tile == 1 ? 8 : tile <= 3 ? 4 : 2;
+  return tile == 1 ? 8 : tile == 2 ? 4 : 2;
 }
 
 // Weights of any storage type by floats. W [64] is a step.
@@ -360,15 +386,15 @@ struct FloatDot {
   using Sum = Floats;
   using Row = Floats;
   using Group = float;
-  static constexpr int64_t kStepBytes = kBlock * sizeof(W), kPanelBytes = kStepBytes;
+  static constexpr int64_t kStepBytes = kBlock * sizeof(W), kPanelBytes = kStepBytes, kParts = 1;
 
   static const char* panel(const char* w, int64_t, char*) { return w; }
-  static Row row(const char* panel, int64_t step, int64_t vector) {
-    Floats row = widen(reinterpret_cast<const W*>(panel) + step * kBlock + vector * kLanes);
+  static Row row(const char* step, int64_t vector, int) {
+    Floats row = widen(reinterpret_cast<const W*>(step) + vector * kLanes);
     keep_loaded(row);
     return row;
   }
-  static void add(Sum& sum, Group x, Row row) { sum += splat(x) * row; }
+  static void add(Sum& sum, Group x, Row row) { sum = plus_product(sum, splat(x), row); }
 };
 
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
@@ -377,10 +403,10 @@ struct CodeDot {
   using Sum = Ints;
   using Row = Ints;
   using Group = uint32_t;
-  static constexpr int64_t kStepBytes = kBlock * 4, kPanelBytes = kStepBytes, kStepsPerFour = 1;
+  static constexpr int64_t kStepBytes = kBlock * 4, kPanelBytes = kStepBytes, kParts = 1;
 
   static const char* panel(const char* w, int64_t, char*) { return w; }
-  static Row row(const char* panel, int64_t step, int64_t vector) { return load<Ints>(panel + step * kPanelBytes + vector * kLanes * 4); }
+  static Row row(const char* step, int64_t vector, int) { return load<Ints>(step + vector * kLanes * 4); }
   // The instruction is written by hand: around its own intrinsic, GCC 12 copies and spills the
   // sums, which doubles the time from four rows on.
   static void add(Sum& sum, Group x, Row row) {
@@ -393,24 +419,24 @@ struct CodeDot {
   }
 };
 #else
-// The same in two steps of two codes each, as numbers of 16 bits: the first and third, then the
+// The same in two parts of two codes each, as numbers of 16 bits: the first and third, then the
 // second and fourth.
 struct CodeDot {
   using Sum = Ints;
   using Row = Ints;
   using Group = uint32_t;
-  static constexpr int64_t kStepBytes = kBlock * 2, kPanelBytes = kStepBytes, kStepsPerFour = 2;
+  static constexpr int64_t kStepBytes = kBlock * 4, kPanelBytes = kStepBytes, kParts = 2;
 
   static const char* panel(const char* w, int64_t, char*) { return w; }
-  static Row row(const char* panel, int64_t step, int64_t vector) {
-    Shorts fours = load<Shorts>(panel + step / 2 * 2 * kPanelBytes + vector * kLanes * 4);
-    return (Ints)(step % 2 ? fours >> 8 : fours << 8 >> 8);
+  static Row row(const char* step, int64_t vector, int part) {
+    Shorts fours = load<Shorts>(step + vector * kLanes * 4);
+    return (Ints)(part == 1 ? fours >> 8 : fours << 8 >> 8);
   }
   static void add(Sum& sum, Group x, Row row) {
 #if defined(__AVX512BW__)
-    sum += (Ints)_mm512_madd_epi16((__m512i)row, _mm512_set1_epi32(static_cast<int32_t>(x)));
+    sum = in_this_order(sum + (Ints)_mm512_madd_epi16((__m512i)row, _mm512_set1_epi32(static_cast<int32_t>(x))));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    sum += (Ints)_mm256_madd_epi16((__m256i)row, _mm256_set1_epi32(static_cast<int32_t>(x)));
+    sum = in_this_order(sum + (Ints)_mm256_madd_epi16((__m256i)row, _mm256_set1_epi32(static_cast<int32_t>(x))));
 #else
     sum += (row << 16 >> 16) * static_cast<int32_t>(x & 0xffff) + (row >> 16) * static_cast<int32_t>(x >> 16);
 #endif
@@ -424,10 +450,10 @@ struct Bf16Dot {
   using Sum = Floats;
   using Row = Ints;
   using Group = uint32_t;
-  static constexpr int64_t kStepBytes = kBlock * 4, kPanelBytes = kStepBytes, kStepsPerPair = 1;
+  static constexpr int64_t kStepBytes = kBlock * 4, kPanelBytes = kStepBytes, kParts = 1;
 
   static const char* panel(const char* w, int64_t, char*) { return w; }
-  static Row row(const char* panel, int64_t step, int64_t vector) { return load<Ints>(panel + step * kPanelBytes + vector * 64); }
+  static Row row(const char* step, int64_t vector, int) { return load<Ints>(step + vector * 64); }
   static void add(Sum& sum, Group x, Row row) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(Ints{} + static_cast<int32_t>(x)), "v"(row));
   }
@@ -460,7 +486,7 @@ struct Fp8Dot : Bf16Dot {
     auto table = [](const uint8_t* bytes) { return load<__m512i>(bytes); };
     const Fp8AsBf16& as = kFp8AsBf16;
     for (int64_t i = 0; i < steps * kStepBytes; i += 64) {
-      __builtin_prefetch(w + i + 3072);
+      __builtin_prefetch(w + i + kAheadBytes);
       __m512i code = load<__m512i>(w + i), sign = _mm512_and_si512(code, _mm512_set1_epi8(-128));
       __m512i low = _mm512_permutex2var_epi8(table(as.low), code, table(as.low + 64));
       __m512i high = _mm512_or_si512(_mm512_permutex2var_epi8(table(as.high), code, table(as.high + 64)), sign);
@@ -472,45 +498,59 @@ struct Fp8Dot : Bf16Dot {
 };
 #else
 // Where the processor has no such product, pairs of BF16 numbers or E4M3 codes are multiplied by
-// floats, in two steps.
+// floats, in two parts.
 template <typename W>
 struct PairDot {
   using Sum = Floats;
   using Row = Floats;
   using Group = float;
-  static constexpr int64_t kStepBytes = kBlock * sizeof(W), kPanelBytes = kStepBytes, kStepsPerPair = 2;
+  static constexpr int64_t kStepBytes = kBlock * 2 * sizeof(W), kPanelBytes = kStepBytes, kParts = 2;
 
   static const char* panel(const char* w, int64_t, char*) { return w; }
-  static Row row(const char* panel, int64_t step, int64_t vector) {
-    const char* pairs = panel + step / 2 * 2 * kPanelBytes + vector * kLanes * 2 * sizeof(W);
-    if constexpr (std::is_same_v<W, Bf16>) return (Floats)(load<Ints>(pairs) << (step % 2 ? 0 : 16) & int32_t(0xffff0000));
-    return widened(halves(pairs) << (step % 2 ? 16 : 24));
+  static Row row(const char* step, int64_t vector, int part) {
+    const char* pairs = step + vector * kLanes * 2 * sizeof(W);
+    if constexpr (std::is_same_v<W, Bf16>) return (Floats)(load<Ints>(pairs) << (part == 1 ? 0 : 16) & int32_t(0xffff0000));
+    return widened(halves(pairs) << (part == 1 ? 16 : 24));
   }
-  static void add(Sum& sum, Group x, Row row) { sum += splat(x) * row; }
+  static void add(Sum& sum, Group x, Row row) { sum = plus_product(sum, splat(x), row); }
 };
 using Bf16Dot = PairDot<Bf16>;
 using Fp8Dot = PairDot<Fp8>;
 #endif
 
 // sums [T, kVectors] += the products of T rows of activations, which lie `stride` apart, by 64 rows of
-// weights.
+// weights. Each pass fetches its share of the weights that come next, so that memory works all the
+// time.
 template <typename D, int T, bool kAhead>
 void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, typename D::Sum* sums) {
-  constexpr int64_t kPass = pass_of(T);
+  constexpr int64_t kPass = pass_of(T), kPasses = kVectors / kPass, kShare = D::kPanelBytes / kPasses;
+  const char* next = panel + (kPasses == 1 ? kAheadBytes : steps * D::kPanelBytes);
   for (int64_t first = 0; first < kVectors; first += kPass) {
     typename D::Sum sum[T][kPass];
     for (int t = 0; t < T; ++t)
       for (int j = 0; j < kPass; ++j) sum[t][j] = sums[t * kVectors + first + j];
-    for (int64_t i = 0; i < steps; ++i) {
-      if (kAhead && first == 0) ahead(panel + i * D::kPanelBytes, D::kPanelBytes);
-      typename D::Row row[kPass];
+    const char* step = panel + first * (D::kPanelBytes / kVectors);
+    const typename D::Group* group = x;
+    for (int64_t i = 0; i < steps; ++i, step += D::kPanelBytes, group += D::kParts) {
+      if (kAhead) prefetch(next, kShare), next += kShare;
+#pragma GCC unroll 2
+      for (int part = 0; part < D::kParts; ++part) {
+        if constexpr (T < kPass) {
 #pragma GCC unroll 8
-      for (int j = 0; j < kPass; ++j) row[j] = D::row(panel, i, first + j);
+          for (int j = 0; j < kPass; ++j) {
+            auto row = D::row(step, j, part);
 #pragma GCC unroll 6
-      for (int t = 0; t < T; ++t) {
-        auto group = x[t * stride + i];
+            for (int t = 0; t < T; ++t) D::add(sum[t][j], group[t * stride + part], row);
+          }
+        } else {
+          typename D::Row row[kPass];
 #pragma GCC unroll 8
-        for (int j = 0; j < kPass; ++j) D::add(sum[t][j], group, row[j]);
+          for (int j = 0; j < kPass; ++j) row[j] = D::row(step, j, part);
+#pragma GCC unroll 6
+          for (int t = 0; t < T; ++t)
+#pragma GCC unroll 8
+            for (int j = 0; j < kPass; ++j) D::add(sum[t][j], group[t * stride + part], row[j]);
+        }
       }
     }
     for (int t = 0; t < T; ++t)
@@ -542,10 +582,10 @@ template <typename D, typename F>
 void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const void* weights, int64_t blocks, const F& finish) {
   using Sum = typename D::Sum;
   constexpr bool kConverts = D::kPanelBytes != D::kStepBytes;
-  int64_t tiles = (rows + kTokens - 1) / kTokens;
+  int64_t tiles = (rows + kTokens - 1) / kTokens, stride = steps * D::kParts;
   bool is_single = tiles == 1 && !kConverts && pass_of(static_cast<int>(rows)) == kVectors;
   int64_t portion = is_single ? steps : kPanelSteps;
-  parallel(blocks, kBlock * steps * rows, [&](int64_t begin, int64_t end) {
+  parallel(blocks, kBlock * stride * rows, [&](int64_t begin, int64_t end) {
     Scratch<Sum> sums(rows * kVectors);
     Scratch<char> scratch(kConverts ? kPanelSteps * D::kPanelBytes : 0);
     for (int64_t b = begin; b < end; ++b) {
@@ -554,14 +594,15 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
         int64_t count = std::min(portion, steps - s);
         const char* from = static_cast<const char*>(weights) + (b * steps + s) * D::kStepBytes;
         const char* panel = D::panel(from, count, scratch);
+        const typename D::Group* groups = x + s * D::kParts;
         if (tiles == 1) {
-          dot_rows<D, !kConverts>(rows, x + s, steps, panel, count, sums);
+          dot_rows<D, !kConverts>(rows, groups, stride, panel, count, sums);
           continue;
         }
         for (int64_t i = 0, t = 0; t < rows; ++i, t += kTokens) {
           int64_t tile = std::min(kTokens, rows - t);
           prefetch_part(from + count * D::kStepBytes, portion * D::kStepBytes, i, tiles);
-          dot_rows<D, false>(tile, x + t * steps + s, steps, panel, count, sums + t * kVectors);
+          dot_rows<D, false>(tile, groups + t * stride, stride, panel, count, sums + t * kVectors);
         }
       }
       finish(b * kBlock, static_cast<const Sum*>(sums));
@@ -573,7 +614,7 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
 template <typename D>
 void project_rows(const typename D::Group* x, int64_t m, int64_t steps, const Tensor& weight, const Finish& finish) {
   dot_linear<D>(x, m, steps, weight.const_data_ptr(), weight.size(0), [&](int64_t first, const Floats* sums) {
-    finish(first, m, [&](int64_t t, int64_t j) { return sums[t * kVectors + j]; });
+    finish(first, m, [=](int64_t t, int64_t j) { return sums[t * kVectors + j]; });
   });
 }
 
@@ -617,28 +658,39 @@ void project_floats(const float* x, int64_t m, int64_t k, const Linear& linear, 
 // BF16 by BF16, or E4M3 by E4M3 if the linear has an input scale.
 template <typename D>
 void project_pairs(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
-  int64_t steps = linear.weight.size(1) * D::kStepsPerPair;
-  TORCH_CHECK(linear.weight.size(1) == (k + 1) / 2, "linear: weight does not fit the input");
-  Scratch<typename D::Group> rows(m * steps);
-  store_floats(x, m, k, linear.input_scale ? &finish.factor : nullptr, steps, static_cast<typename D::Group*>(rows));
+  int64_t steps = linear.weight.size(1), groups = steps * D::kParts;
+  TORCH_CHECK(steps == (k + 1) / 2, "linear: weight does not fit the input");
+  Scratch<typename D::Group> rows(m * groups);
+  store_floats(x, m, k, linear.input_scale ? &finish.factor : nullptr, groups, static_cast<typename D::Group*>(rows));
   project_rows<D>(rows, m, steps, linear.weight, finish);
 }
 
-// The low bytes of integers.
-inline void store_bytes(uint8_t* to, Ints v) {
-#ifdef __AVX512F__
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v));
-#else
-  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<uint8_t>(v[i]);
-#endif
+// A vector of codes, the low bytes of integers, as their groups, which lie at the beginning of the
+// result: four bytes each or, in two parts, two codes of 16 bits each.
+#if defined(__AVX512VNNI__)
+inline __m128i grouped(Ints codes) { return _mm512_cvtepi32_epi8((__m512i)codes); }
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+inline Ints grouped(Ints codes) {
+  using All = int8_t __attribute__((vector_size(kLanes * 4)));
+  All from;
+  for (int i = 0; i < kLanes * 4; ++i) from[i] = static_cast<int8_t>(i % kLanes * 4);
+  return (Ints)__builtin_shuffle((All)codes, from);
 }
+#else
+inline Ints grouped(Ints codes) {
+  Shorts from;
+  for (int i = 0; i < kLanes * 2; ++i) from[i] = static_cast<int16_t>(i % kLanes / 4 * 8 + i % 2 * 4 + i % 4 / 2 * 2);
+  return (Ints)__builtin_shuffle((Shorts)(codes & 255), from);
+}
+#endif
 
-// Fours of codes, as one group each or as two.
-inline void store_fours(CodeDot::Group* to, const uint32_t* fours, int64_t count) {
-  if (CodeDot::kStepsPerFour == 1) {
-    std::copy_n(fours, count, to);
+// Store the groups of a vector of codes, of which `count` fours are in use.
+inline void store_groups(CodeDot::Group* to, Ints codes, int64_t count) {
+  auto groups = grouped(codes);
+  if (count >= kLanes / 4) {
+    std::memcpy(to, &groups, kLanes * CodeDot::kParts);
   } else {
-    for (int64_t j = 0; j < count; ++j) to[2 * j] = fours[j] & 0x00ff00ff, to[2 * j + 1] = fours[j] >> 8 & 0x00ff00ff;
+    std::memcpy(to, &groups, count * 4 * CodeDot::kParts);
   }
 }
 
@@ -647,7 +699,7 @@ inline void store_fours(CodeDot::Group* to, const uint32_t* fours, int64_t count
 // round(x / scale) + 2^15, where the token's largest number gets 2^15 - 1; they are two rows, of
 // the high and of the low bytes. Returns the scale. No code stands for NaN or infinity, so it is
 // NaN then, which makes all of the token's results NaN.
-float store_codes(const float* x, int64_t k, const Linear& linear, float input_scale, int64_t steps, CodeDot::Group* to) {
+float store_codes(const float* x, int64_t k, const Linear& linear, float input_scale, int64_t groups, CodeDot::Group* to) {
   constexpr float kLargest = 32767.0f, kTiny = 1e-30f;
   const float* pre = linear.pre_scale;
   bool is_wide = !linear.input_scale;
@@ -670,12 +722,10 @@ float store_codes(const float* x, int64_t k, const Linear& linear, float input_s
     }
     // Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low bits.
     Ints code = (Ints)(v + 0x1.8p23f) - 0x4b400000 + (is_wide ? 32768 : 128);
-    uint32_t low[kLanes / 4], high[kLanes / 4];
-    store_bytes(reinterpret_cast<uint8_t*>(low), code);
-    if (is_wide) store_bytes(reinterpret_cast<uint8_t*>(high), code >> 8);
-    int64_t count = std::min(kLanes, k - i + 3) / 4, first = i / 4 * CodeDot::kStepsPerFour;
-    if (is_wide) store_fours(to + first, high, count);
-    store_fours(to + (is_wide ? steps : 0) + first, low, count);
+    int64_t count = std::min(kLanes, k - i + 3) / 4;
+    CodeDot::Group* at = to + i / 4 * CodeDot::kParts;
+    if (is_wide) store_groups(at, code >> 8, count);
+    store_groups(is_wide ? at + groups : at, code, count);
   }
   for (int i = 0; i < kLanes; ++i)
     if (bad[i]) return std::numeric_limits<float>::quiet_NaN();
@@ -685,18 +735,18 @@ float store_codes(const float* x, int64_t k, const Linear& linear, float input_s
 // INT8 by codes of 8 or 16 bits. `start` is -128 * (sum of the row's weights), which cancels the
 // 128 of the codes, or of the high bytes.
 void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& of_call) {
-  int64_t steps = linear.weight.size(1) * CodeDot::kStepsPerFour, planes = linear.input_scale ? 1 : 2;
-  TORCH_CHECK(linear.weight.size(1) == (k + 3) / 4, "linear: weight does not fit the input");
-  Scratch<CodeDot::Group> rows(m * planes * steps);
+  int64_t steps = linear.weight.size(1), groups = steps * CodeDot::kParts, planes = linear.input_scale ? 1 : 2;
+  TORCH_CHECK(steps == (k + 3) / 4, "linear: weight does not fit the input");
+  Scratch<CodeDot::Group> rows(m * planes * groups);
   Scratch<float> scales(m);
   parallel(m, k, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) scales[t] = store_codes(x + t * k, k, linear, of_call.factor, steps, rows + t * planes * steps);
+    for (int64_t t = begin; t < end; ++t) scales[t] = store_codes(x + t * k, k, linear, of_call.factor, groups, rows + t * planes * groups);
   });
   Finish finish = of_call;
   finish.factors = scales;
   const int32_t* start = linear.start;
   dot_linear<CodeDot>(rows, m * planes, steps, linear.weight.const_data_ptr(), linear.weight.size(0), [&](int64_t first, const Ints* sums) {
-    finish(first, m, [&](int64_t t, int64_t j) {
+    finish(first, m, [=](int64_t t, int64_t j) {
       const Ints* sum = sums + t * planes * kVectors + j;
       Floats v = __builtin_convertvector(*sum + load<Ints>(start + first + j * kLanes), Floats);
       return planes == 2 ? v * 256.0f + __builtin_convertvector(sum[kVectors], Floats) : v;
@@ -832,9 +882,12 @@ void score(const Queries& all, const C* keys, const C* next, const Heads& h, int
   for (int64_t d = 0; d < h.dim; ++d) {
     prefetch_numbers(next, begin + d * kBlock, V * kLanes);
     Floats key[V];
+#pragma GCC unroll 4
     for (int j = 0; j < V; ++j) key[j] = widen(block + d * kBlock + j * kLanes), keep_loaded(key[j]);
+#pragma GCC unroll 6
     for (int i = 0; i < Q; ++i)
-      for (int j = 0; j < V; ++j) sum[i][j] += splat(q[i * h.padded + d]) * key[j];
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) sum[i][j] = plus_product(sum[i][j], splat(q[i * h.padded + d]), key[j]);
   }
   for (int i = 0; i < Q; ++i)
     for (int j = 0; j < V; ++j) store(all.scores + (first + i) * all.reach + place + j * kLanes, sum[i][j]);
@@ -849,9 +902,12 @@ void mix(const Queries& all, const C* values, const C* next, const Heads& h, int
   for (int64_t s = begin; s < end; ++s) {
     prefetch_numbers(next, s * h.padded + d, D * kLanes);
     Floats value[D];
+#pragma GCC unroll 4
     for (int j = 0; j < D; ++j) value[j] = widen(values + s * h.padded + d + j * kLanes), keep_loaded(value[j]);
+#pragma GCC unroll 6
     for (int i = 0; i < Q; ++i)
-      for (int j = 0; j < D; ++j) sum[i][j] += splat(p[i * all.reach + s]) * value[j];
+#pragma GCC unroll 4
+      for (int j = 0; j < D; ++j) sum[i][j] = plus_product(sum[i][j], splat(p[i * all.reach + s]), value[j]);
   }
   for (int i = 0; i < Q; ++i)
     for (int j = 0; j < D; ++j) store(all.mixed + (first + i) * h.padded + d + j * kLanes, sum[i][j]);
@@ -874,6 +930,18 @@ void together(int64_t count, const F& f) {
     }
     first += size;
   }
+}
+
+// Vectors that Q queries sum at a time: enough sums that none waits for its last addition, which takes
+// four cycles, and no more than there are registers.
+template <int Q>
+constexpr int kWide = kLanes == 16 || Q <= 3 ? 4 : 2;
+
+// Call f.template operator()<V>(at) for vectors from `at` to `end`, V of them at a time and then fewer.
+template <int V, typename F>
+void by_vectors(int64_t at, int64_t end, const F& f) {
+  for (; at + V * kLanes <= end; at += V * kLanes) f.template operator()<V>(at);
+  if constexpr (V > 1) by_vectors<V / 2>(at, end, f);
 }
 
 // Turn the scores of the visible positions [from, to) into weights, the largest of which is 1, and
@@ -907,16 +975,14 @@ void attend_to(Queries& all, int64_t count, Region<C> here, Region<C> next, cons
   auto then = [&](int64_t q) { return q == 0 ? next : Region<C>{}; };
   auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
   int64_t begin = from(*std::min_element(all.at, all.at + count)), end = *std::max_element(all.at, all.at + count) + 1;
-  int64_t first = begin / kBlock * kBlock, last = (end + kLanes - 1) / kLanes * kLanes, place = first;
-  for (; place + kWide * kLanes <= last; place += kWide * kLanes)
-    together(count, [&]<int Q>(int64_t q) { score<C, Q, kWide>(all, here.keys, then(q).keys, h, q, place); });
-  for (; place < last; place += kLanes) together(count, [&]<int Q>(int64_t q) { score<C, Q, 1>(all, here.keys, then(q).keys, h, q, place); });
+  int64_t first = begin / kBlock * kBlock, last = (end + kLanes - 1) / kLanes * kLanes;
+  for (int64_t block = first; block < last; block += kBlock)
+    together(count, [&]<int Q>(int64_t q) {
+      by_vectors<kWide<Q>>(block, std::min(block + kBlock, last), [&]<int V>(int64_t place) { score<C, Q, V>(all, here.keys, then(q).keys, h, q, place); });
+    });
   for (int64_t i = 0; i < count; ++i) all.sums[i] = softmax(all.scores + i * all.reach, first, last, from(all.at[i]), all.at[i] + 1);
   together(count, [&]<int Q>(int64_t q) {
-    int64_t d = 0;
-    for (; d + kWide * kLanes <= h.padded; d += kWide * kLanes) mix<C, Q, kWide>(all, here.values, then(q).values, h, q, begin, end, d);
-    for (; d + 2 * kLanes <= h.padded; d += 2 * kLanes) mix<C, Q, 2>(all, here.values, then(q).values, h, q, begin, end, d);
-    for (; d < h.padded; d += kLanes) mix<C, Q, 1>(all, here.values, then(q).values, h, q, begin, end, d);
+    by_vectors<kWide<Q>>(0, h.padded, [&]<int V>(int64_t d) { mix<C, Q, V>(all, here.values, then(q).values, h, q, begin, end, d); });
   });
 }
 

@@ -23,9 +23,9 @@ import torch
 
 from toolkit.engines.embedded.engine import unused_zeros
 from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, Weights
-from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.errors import StageError
 from toolkit.facts.embedded import BLOCK
+from toolkit.pipeline.toolchain import compiler_path, compiler_version, instruction_set
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,7 +25,7 @@ from toolkit.engines.embedded.kernels import caches_by_position, load_library
 from toolkit.engines.embedded.weights import load_weights
 from toolkit.errors import StageError
 from toolkit.facts.embedded import slot_tokens
-from toolkit.interfaces import Chain
+from toolkit.interfaces import Burst, Chain, Sampling, StepEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,14 +33,21 @@ if TYPE_CHECKING:
 __all__ = ["PackagedEngine", "load_package"]
 
 _NONE = torch.empty(0)  # in place of a race
+_NO_UNIFORMS = torch.empty(0, dtype=torch.float64)
 
 
 class PackagedEngine(EmbeddedEngine):
-    """Implements ChainingEngine."""
+    """Implements ChainingEngine and BurstingEngine.
 
-    def __init__(self, package: Any, **settings: Any) -> None:
+    namespace: of the library that the package's class is from. Two engines can share a burst if
+    theirs is the same.
+    """
+
+    def __init__(self, package: Any, namespace: str, **settings: Any) -> None:
         super().__init__(package.run, **settings)
+        self._package = package
         self._chain = package.chain
+        self._namespace = namespace
 
     def forward_chain(self, chains: Sequence[Chain]) -> tuple[list[list[int]], NDArray[Any] | None]:
         """See ChainingEngine.forward_chain. Raises ValueError for tokens or slots that do not fit,
@@ -66,7 +73,7 @@ class PackagedEngine(EmbeddedEngine):
                 self._index(starts),
                 self._index(tuple(end - 1 for end in ends)),
                 self._index(tuple(counts)),
-                torch.from_numpy(np.array([chain.temperature for chain in chains], np.float32)),
+                _shapes(chains),
                 torch.from_numpy(uniforms),
                 [_NONE if chain.race is None else torch.from_numpy(chain.race) for chain in chains],
             )
@@ -76,6 +83,51 @@ class PackagedEngine(EmbeddedEngine):
             [chosen[:count] for chosen, count in zip(ids.tolist(), counts, strict=True)],
             probabilities.numpy() if is_drawn else None,
         )
+
+    def bursts_with(self, draft: StepEngine) -> bool:
+        if not isinstance(draft, PackagedEngine) or draft._namespace != self._namespace:
+            return False
+        return draft.vocab_size == self.vocab_size  # nothing looks at ids in between
+
+    def burst(self, draft: StepEngine | None, burst: Burst) -> tuple[int, bool]:
+        """See BurstingEngine.burst. Raises ValueError for tokens that do not fit."""
+        slot, ids = burst.slot, list(burst.unread)
+        assert draft is None or isinstance(draft, PackagedEngine)
+        self._places([slot], [1], burst.room - 1)
+        draft_length = 0
+        if draft is not None:
+            draft._places([slot], [len(ids)], burst.room - 1)
+            draft_length = draft.length(slot)
+        with torch.inference_mode():
+            count, length, draft_length, is_undecided = self._package.burst(
+                None if draft is None else draft._package,
+                torch.from_numpy(np.array(ids)),
+                slot,
+                self._lengths[slot],
+                draft_length,
+                burst.draft_len,
+                burst.room,
+                self._index(tuple(burst.end_ids)),
+                len(burst.steps),
+                burst.max_ns,
+                burst.steps,
+                burst.flags,
+                burst.event_fd,
+                _shapes([burst.sampling]),
+                _NO_UNIFORMS if burst.uniforms is None else burst.uniforms,
+                _NONE if burst.races is None else burst.races,
+            )
+        self._lengths[slot] = length
+        if draft is not None:
+            draft._lengths[slot] = draft_length
+        return count, is_undecided
+
+
+def _shapes(requests: Sequence[Chain | Sampling]) -> Tensor:
+    """[n, 3] float64."""
+    return torch.from_numpy(
+        np.array([(each.temperature, each.top_k, each.top_p) for each in requests], np.float64)
+    )
 
 
 def load_package(directory: EngineDirectory) -> PackagedEngine:
@@ -99,6 +151,7 @@ def load_package(directory: EngineDirectory) -> PackagedEngine:
     _bind(file, package, dict(decoder.named_buffers()))
     return PackagedEngine(
         package,
+        namespace,
         vocab_size=directory.shape.vocab_size,
         max_batch_size=directory.max_batch_size,
         max_seq_len=directory.max_seq_len,

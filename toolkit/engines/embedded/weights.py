@@ -9,6 +9,7 @@ and FP8 codes stay one byte each, so the file is as small as the checkpoint. The
     layers.{i}.{qkv,o,gate_up,down}.{weight,scale,input_scale,pre_scale,bias}
         scale float32 [out]; input_scale float32 []
     layers.{i}.{k_scale,v_scale}    float32 [], FP8 KV cache only
+        the checkpoint's, or 1 where the engine alone asks for FP8 (`unit_kv_scales`)
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from toolkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["fuse", "fuse_layer", "fuse_outside", "load_weights", "save_weights"]
+__all__ = [
+    "fuse",
+    "fuse_layer",
+    "fuse_outside",
+    "load_weights",
+    "save_weights",
+    "unit_kv_scales",
+]
 
 FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -77,6 +85,17 @@ def fuse_layer(checkpoint: Checkpoint, i: int) -> dict[str, Tensor]:
         weights[f"{layer}.k_scale"] = torch.tensor(key)
         weights[f"{layer}.v_scale"] = torch.tensor(value)
     return weights
+
+
+def unit_kv_scales(num_layers: int) -> dict[str, Tensor]:
+    """Scales of an FP8 KV cache that nobody has calibrated. At 1, numbers beyond 448 saturate, and
+    those below 2^-6 lose bits.
+    """
+    return {
+        f"layers.{i}.{name}": torch.tensor(1.0)
+        for i in range(num_layers)
+        for name in ("k_scale", "v_scale")
+    }
 
 
 def save_weights(weights: dict[str, Tensor], file: Path) -> None:

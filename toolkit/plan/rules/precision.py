@@ -168,6 +168,8 @@ def _fp8_kv_under_other_weights(subject: Subject) -> Findings:
 def _toolkit_fp8_kv(subject: Subject) -> Findings:
     if subject.engine_flow is not None:
         return
+    is_embedded = subject.config.embedded_engine is not None
+    without = ", or set engine.kv_cache_dtype: fp8 instead, at scale 1" if is_embedded else ""
     for role, model in subject.models.items():
         algo = model.quantization.quant_algo
         if model.quantization.kv_cache_quant_algo == "FP8" and algo != "FP8":
@@ -175,7 +177,7 @@ def _toolkit_fp8_kv(subject: Subject) -> Findings:
                 f"{role}.quantization.kv_cache_quant_algo",
                 f"kv_cache_quant_algo FP8 cannot be combined with quant_algo {algo}: its scales are"
                 " calibrated only with FP8 weights",
-                "set quant_algo: FP8, or remove kv_cache_quant_algo",
+                f"set quant_algo: FP8, or remove kv_cache_quant_algo{without}",
             )
 
 

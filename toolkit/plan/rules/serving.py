@@ -48,6 +48,21 @@ def _model_py(subject: Subject) -> Findings:
             yield refuse(f"triton.{key}", what, "remove this line, or set model_py: ours")
 
 
+def _backend(subject: Subject) -> Findings:
+    if "backend" not in subject.config.triton.model_fields_set or subject.vllm is not None:
+        return
+    if subject.config.engine.kind != "torch":
+        why = f"kind {subject.config.engine.kind} is served with the backends of NVIDIA's container"
+    elif subject.config.capabilities.layout == "bls":
+        why = (
+            "the models of layout bls call each other, which only the Python backend can do; its"
+            " draft, which calls none, has the toolkit's own where there is a C++ compiler"
+        )
+    else:
+        return
+    yield refuse("triton.backend", why, "remove this line")
+
+
 def _on_draft_failure(subject: Subject) -> Findings:
     is_stated = "on_draft_failure" in subject.config.triton.model_fields_set
     is_judged = subject.vllm is None and subject.config.capabilities.layout != "bls"
@@ -120,5 +135,6 @@ CHECKS: dict[str, Check] = {
     "toolkit-load-too-short": _load,
     "toolkit-needs-streams": _streams,
     "toolkit-model-py": _model_py,
+    "toolkit-backend": _backend,
     "toolkit-draft-failure": _on_draft_failure,
 }

@@ -25,6 +25,7 @@ WITHOUT_EFFECT = {
     "default_max_tokens": "a request without max_tokens gets vLLM's own default",
     "request_timeout_s": "vLLM ends no request by time; the client closes the connection",
     "stream_interval_ms": "vLLM sends one chunk per step",
+    "backend": "the server is vLLM's own, or Triton with the container's vLLM backend",
     "model_py": "the model's Python code is that of the container's vLLM backend",
     "on_draft_failure": "target and draft are one engine, so they fail together",
 }
@@ -33,6 +34,8 @@ ONE_PORT = ("grpc_port", "metrics_port")
 # Keys of the engine that one kind of device reads.
 ONLY_ON = {"gpu_memory_utilization": "GPUs", "kv_cache_gib": "CPUs", "correct_sampling": "CPUs"}
 FP8_KV_FLAGS = frozenset({"avx512f", "amx_tile"})  # as /proc/cpuinfo names AVX-512 and AMX
+# Either of them multiplies INT8 codes without an intermediate of 16 bits.
+VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 INT8_OR_NONE = "W8A8_SQ_PER_CHANNEL or NO_QUANT"
 
 
@@ -174,6 +177,22 @@ def _fp8_on_cpus(subject: Subject) -> Findings:
             " and v one scale, and the operator for that, static_scaled_fp8_quant, is not in it"
         )
         yield refuse(f"{role}.quantization.quant_algo", what, f"set quant_algo: {INT8_OR_NONE}")
+
+
+def _int8_on_cpus(subject: Subject) -> Findings:
+    """cpu_flags is empty where the processor is not known, or does not saturate (Arm)."""
+    if subject.vllm is None or subject.serving_gpu is not None or not subject.cpu_flags:
+        return
+    if subject.cpu_flags & VNNI_FLAGS:
+        return
+    for role, _ in models_with_algo(subject, "W8A8_SQ_PER_CHANNEL"):
+        what = (
+            f"vLLM multiplies the {role}'s INT8 codes by oneDNN, which without VNNI adds two"
+            " products in 16 bits, where they saturate: the served model is further from its"
+            " source than the quality that the build measures and judges"
+        )
+        hint = "serve on a processor with VNNI; or set quant_algo: NO_QUANT, or engine.kind: torch"
+        yield RuleFinding("warning", f"{role}.quantization.quant_algo", what, hint)
 
 
 def _merged_scales(subject: Subject) -> Findings:
@@ -393,6 +412,7 @@ CHECKS: dict[str, Check] = {
     "vllm-int8-sm100": _int8_on_gpus,
     "vllm-fp8-needs-sm89": _fp8_on_gpus,
     "vllm-fp8-cpu": _fp8_on_cpus,
+    "vllm-int8-vnni": _int8_on_cpus,
     "vllm-merged-scales": _merged_scales,
     "vllm-fp8-dtype": _fp8_dtype,
     "vllm-fp8-kv-cpu": _fp8_kv_on_cpus,

@@ -29,7 +29,8 @@ from typing import Any
 
 from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
 from toolkit.templates import render_template
-from toolkit.triton.access import KEY_VARIABLE, RESTRICTED
+from toolkit.triton import access
+from toolkit.triton.access import KEY_VARIABLE
 from toolkit.triton.package.layout_trtllm import PLAIN_YAML, REPOSITORY
 from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, MODEL
 from toolkit.words import Layout, ModelPy
@@ -318,6 +319,7 @@ def slurm_script(deployment: Deployment) -> str:
         deployment,
         ranks=ranks,
         tasks_per_node=-(-len(ranks) // deployment.nodes),
+        ports=PORTS,
         enroot_image=deployment.image.replace("/", "#", 1),  # enroot writes REGISTRY#IMAGE
     )
 
@@ -346,7 +348,7 @@ def _render(template: str, deployment: Deployment, **values: Any) -> str:
         deployment=deployment,
         image=deployment.image,
         repository=REPOSITORY,
-        restricted=RESTRICTED,
+        guard=access,
         key_variable=KEY_VARIABLE,
         **values,
     )

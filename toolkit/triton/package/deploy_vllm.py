@@ -29,7 +29,8 @@ from typing import Any
 
 from toolkit.facts.vllm import SERVING_TAGS, VLLM_VERSIONS
 from toolkit.templates import render_template
-from toolkit.triton.access import KEY_VARIABLE, RESTRICTED
+from toolkit.triton import access
+from toolkit.triton.access import KEY_VARIABLE
 from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy import (
     PORTS,
@@ -233,7 +234,7 @@ def _render(template: str, deployment: VllmDeployment, **values: Any) -> str:
             "ports": PORTS,
             "http_port": HTTP_PORT,
             "server_command": _triton_command(),
-            "restricted": RESTRICTED,
+            "guard": access,
             "key_variable": KEY_VARIABLE,
             "shm_bytes": deployment.shm_bytes,
             "startup_period_s": STARTUP_PERIOD_S,

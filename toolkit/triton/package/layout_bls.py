@@ -43,7 +43,7 @@ PLACEHOLDER_TYPES = {
     "encoder_input_features_data_type": "TYPE_FP16",
 }
 
-TritonBackend: TypeAlias = Literal["tensorrtllm", "python"]
+TritonBackend: TypeAlias = Literal["tensorrtllm", "python", "toolkit"]  # toolkit: of our own
 EndToken: TypeAlias = Literal["returned", "hidden"]
 
 
@@ -199,7 +199,7 @@ def model_configs(bls: Bls) -> dict[str, Any]:
         )
     for name in {contract.MODEL, contract.DRAFT_MODEL} & set(configs):
         configs[name].model_transaction_policy.decoupled = False
-        if configs[name].backend == "python":
+        if configs[name].backend != "tensorrtllm":
             _add_tensors(configs[name], contract.ENGINE_INPUTS)
     instances = {
         contract.PREPROCESSING: bls.preprocessing_instances,

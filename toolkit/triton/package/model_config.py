@@ -23,8 +23,8 @@ from toolkit.triton.tensors.contract import (
 __all__ = ["build", "build_trtllm", "build_vllm", "read", "render", "write"]
 
 
-def build(*, decoupled: bool) -> Any:
-    """The ModelConfig message of the `llmapi` model.
+def build(*, decoupled: bool, backend: str = "python") -> Any:
+    """The ModelConfig message of the `llmapi` model. backend: what runs it in Triton.
 
     max_batch_size is 0: the runtime batches requests between steps, not Triton. There is one
     instance, which is the runtime itself. Its kind is CPU; the engines' own config states their
@@ -32,7 +32,7 @@ def build(*, decoupled: bool) -> Any:
     """
     from tritonclient.grpc import model_config_pb2 as pb
 
-    config = pb.ModelConfig(name=MODEL, backend="python", max_batch_size=0)
+    config = pb.ModelConfig(name=MODEL, backend=backend, max_batch_size=0)
     for spec in INPUTS:
         config.input.add(
             name=spec.name,

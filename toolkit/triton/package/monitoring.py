@@ -82,6 +82,7 @@ class Series:
     steps: str
     accepted: str
     drafted: str
+    reasons: str | None = None  # verify steps by the reason of their draft length
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,6 +97,7 @@ class Series:
             self.steps,
             self.accepted,
             self.drafted,
+            *([self.reasons] if self.reasons else []),
         )
 
 
@@ -112,6 +114,7 @@ TOOLKIT = Series(
     steps="toolkit_verify_steps",
     accepted="toolkit_accepted_draft_tokens",
     drafted="toolkit_draft_tokens",
+    reasons="toolkit_draft_len_steps",
 )
 # vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py of 0.32.0. A failed request has no
 # `vllm:request_success`, so requests are those of its HTTP server
@@ -152,6 +155,11 @@ class Monitored:
     @property
     def series(self) -> Series:
         return VLLM if self.is_vllm else TOOLKIT
+
+    @property
+    def reasons(self) -> str | None:
+        """The series of verify steps by reason, where the loop that speculates is the toolkit's."""
+        return self.series.reasons if self.counts_positions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +309,19 @@ def _alerts(monitored: Monitored) -> list[dict[str, Any]]:
     ]
     if not monitored.max_draft_len:
         return alerts
+    if monitored.reasons is not None:
+        failed = _rate(monitored, monitored.reasons, 'reason="draft failed"')
+        alerts.append(
+            _alert(
+                "DraftFails",
+                f"{failed} > 0",
+                WINDOW,
+                "warning",
+                "drafts fail again and again, and the rest of their requests is decoded plainly",
+                "No request fails by it, but they are slower. The server's log has the draft's"
+                " error after 'since the draft failed'; the gateway's log has it as draft_failure.",
+            )
+        )
     length = figure("toolkit:acceptance_length:mean")
     wanted = figure("toolkit:acceptance_length:expected")
     return [
@@ -573,6 +594,16 @@ def _speculation_panels(monitored: Monitored) -> list[tuple[str, str, str, Mappi
                 "Share of the verify steps that accepted the draft token at this position. If only"
                 " the later ones fall, a shorter draft pays.",
                 _by_position(monitored),
+            )
+        )
+    if monitored.reasons is not None:
+        panels.append(
+            (
+                "Verify steps by reason",
+                "short",
+                "Steps per second, by why they drafted as many tokens as they did. 'draft failed':"
+                " the draft raised an error, gave no answer, or numbers that are not finite.",
+                {"{{reason}}": _rate(monitored, monitored.reasons, by="job, reason")},
             )
         )
     return panels

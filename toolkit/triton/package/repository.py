@@ -3,6 +3,7 @@
 
     llmapi  FOLDER/tensorrt_llm/config.pbtxt                tensors, decoupled or not
             FOLDER/tensorrt_llm/1/model.py  model.yaml      our Python model and its settings
+            FOLDER/tensorrt_llm/1/libtriton_toolkit.so      the backend that runs it
             FOLDER/tensorrt_llm/1/engines/{target,draft}    the engines
     bls     FOLDER/tensorrt_llm{,_draft}/1/model.py engine  one engine each
             FOLDER/{preprocessing,postprocessing,tensorrt_llm_bls,ensemble}
@@ -27,6 +28,7 @@ from toolkit.errors import StageError
 from toolkit.pipeline.files import store_error
 from toolkit.records.build import CompiledEngine
 from toolkit.templates import render_template
+from toolkit.triton.native.build import BACKEND, LIBRARY, backend_name, build_backend
 from toolkit.triton.package import layout_bls, model_config, monitoring
 from toolkit.triton.package.deploy import PORTS
 from toolkit.triton.package.monitoring import Monitored
@@ -123,11 +125,16 @@ def bls_of(
     # A request whose draft does not answer has to have time left to go on plainly.
     timeout_s = triton.request_timeout_s
     draft_timeout_s = min(timeout_s, max(LEAST_DRAFT_TIMEOUT_S, timeout_s / 4))
-    engine, draft_engine = (
-        layout_bls.EngineModel(
-            "python", parameters, {"request_timeout_s": str(limit_s), **our_parameters}
-        )
-        for limit_s in (timeout_s, draft_timeout_s)
+    # If the draft's process dies, our backend answers the calls that it has taken. Triton's Python
+    # backend leaves them open, and with them the requests that wait for a draft.
+    draft_backend: layout_bls.TritonBackend = "python"
+    if backend_name(triton.backend) == BACKEND:
+        draft_backend = "toolkit"
+    engine = layout_bls.EngineModel(
+        "python", parameters, {"request_timeout_s": str(timeout_s), **our_parameters}
+    )
+    draft_engine = layout_bls.EngineModel(
+        draft_backend, parameters, {"request_timeout_s": str(draft_timeout_s), **our_parameters}
     )
     max_draft_len = 0 if draft is None else speculation.longest_draft
     return layout_bls.Bls(
@@ -150,6 +157,7 @@ def bls_of(
             log_probs="logits",
             end_token="returned",
             keeps_slots=True,
+            vocab_size=target.vocab_size,
         ),
     )
 
@@ -204,9 +212,11 @@ def _write_llmapi(
 
     version = folder / MODEL / "1"
     version.mkdir(parents=True, exist_ok=True)
-    model_config.write(
-        model_config.build(decoupled=triton.decoupled), folder / MODEL / "config.pbtxt"
-    )
+    backend = backend_name(triton.backend)
+    if backend == BACKEND:
+        build_backend(version / LIBRARY)
+    config = model_config.build(decoupled=triton.decoupled, backend=backend)
+    model_config.write(config, folder / MODEL / "config.pbtxt")
     shutil.copyfile(MODEL_SOURCE, version / "model.py")
     settings = model_settings(target, draft, speculation, triton, threads, reuse_prefixes)
     (version / "model.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
@@ -219,6 +229,8 @@ def _write_bls(
 ) -> None:
     for name, config in layout_bls.model_configs(bls).items():
         (folder / name / "1").mkdir(parents=True, exist_ok=True)
+        if config.backend == BACKEND:
+            build_backend(folder / name / "1" / LIBRARY)
         model_config.write(config, folder / name / "config.pbtxt")
     layout_bls.write_models(folder, target.path)
     for model, engine in ((MODEL, target), (DRAFT_MODEL, draft)):
@@ -288,6 +300,7 @@ def _readme(
         ),
         target=target,
         model=model,
+        is_native=config.backend == BACKEND,
         prompt_tensor=prompt_tensor,
         tokens_tensor=tokens_tensor,
         inputs=tensor_rows(config.input),

@@ -34,10 +34,16 @@ from toolkit.process.server import (
     met_lock_exception,
     reserve_ports,
 )
+from toolkit.process.supervise import HEARTBEATS
 from toolkit.process.workspace import Workspace
 from toolkit.triton.access import KEY_VARIABLE, admin_key, restrictions
 from toolkit.triton.package import model_config
-from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, PACKAGE_VERSION
+from toolkit.triton.tensors.contract import (
+    BLS_MODEL,
+    DRAFT_MODEL,
+    HEARTBEATS_VARIABLE,
+    PACKAGE_VERSION,
+)
 
 __all__ = [
     "STARTED_AGAIN",
@@ -81,8 +87,8 @@ class ServerInstall:
 
 
 def find_server() -> ServerInstall:
-    """The tritonserver on PATH, else the one in the installed nvidia-pytriton wheel. Raises
-    BackendUnavailable if there is neither.
+    """The tritonserver on PATH, whatever its version, else the one in the installed nvidia-pytriton
+    wheel. Raises BackendUnavailable if there is neither.
     """
     on_path = shutil.which("tritonserver")
     if on_path is not None:
@@ -134,6 +140,7 @@ def launch_command(
     # Compiled packages are unpacked into the temporary directory. In the shared one they would stay
     # if the server were killed.
     environment["TMPDIR"] = str(workspace.path / "tmp")
+    environment[HEARTBEATS_VARIABLE] = str(workspace.path / HEARTBEATS)
     if install.wheel is not None:
         libpython = find_libpython()
         if libpython is None:
@@ -147,6 +154,8 @@ def launch_command(
         command.append(f"--backend-directory={_backends(install.wheel, workspace)}")
         libraries = [install.wheel.parent.parent / "nvidia_pytriton.libs", libpython]
         inherited = [environment["LD_LIBRARY_PATH"]] if environment.get("LD_LIBRARY_PATH") else []
+        # For the processes that our own backend starts: they need none of the server's libraries.
+        environment["TOOLKIT_WORKER_LIBRARY_PATH"] = "".join(inherited)
         environment["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, libraries), *inherited])
     if not Path("/dev/nvidiactl").exists():
         command.append("--allow-gpu-metrics=false")

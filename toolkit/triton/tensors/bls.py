@@ -357,6 +357,43 @@ def text_value(text: str) -> Array:
     return np.array([[text.encode("utf-8")]], dtype=np.object_)
 
 
+def read_drafts(
+    answer: Mapping[str, Array], count: int, *, vocab_size: int | None, wants_logits: bool
+) -> tuple[tuple[int, ...], Array | None]:
+    """The draft model's answer to a call for `count` tokens: (ids, their logits [n, vocab]).
+
+    vocab_size None: it is not known. Raises ValueError for what cannot be drafts. A logit may be
+    -inf, since engines write that for words that are forbidden.
+    """
+    needed = ["output_ids", "sequence_length", *(["generation_logits"] if wants_logits else [])]
+    missing = [name for name in needed if name not in answer or not answer[name].size]
+    # An engine that met an end token at once has no ids, and no logits.
+    if "sequence_length" in answer and answer["sequence_length"].size:
+        length = int(answer["sequence_length"].reshape(-1)[0])
+        if length == 0 and "output_ids" in answer:
+            return (), None
+    if missing:
+        raise ValueError(f"its answer has no {' and no '.join(missing)}")
+    ids = tuple(map(int, answer["output_ids"].reshape(-1)[: max(0, min(length, count))].tolist()))
+    if length < 0 or len(ids) < min(length, count):
+        raise ValueError(f"it says that it drafted {length} tokens, and sent {len(ids)}")
+    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+        raise ValueError(f"it drafted ids outside the vocabulary: {min(ids)} to {max(ids)}")
+    if not wants_logits:
+        return ids, None
+    logits = answer["generation_logits"]
+    width = logits.shape[-1]
+    rows = logits.reshape(-1, width)[: len(ids)]
+    if len(rows) < len(ids) or width <= max(ids) or width < (vocab_size or 0):
+        raise ValueError(
+            f"generation_logits has the shape {logits.shape} for {len(ids)} tokens of a vocabulary"
+            f" of {vocab_size}"
+        )
+    if not np.isfinite(rows.max(axis=1)).all():
+        raise ValueError("its logits are not finite")
+    return ids, rows
+
+
 def token_log_probs(
     logits: Array, ids: Sequence[int], vocab_size: int | None
 ) -> tuple[tuple[float, ...], tuple[tuple[int, float], ...]]:

@@ -38,6 +38,7 @@ __all__ = [
     "DRAFT_MODEL",
     "ENGINE_INPUTS",
     "ENSEMBLE",
+    "HEARTBEATS_VARIABLE",
     "INPUTS",
     "LOG_PROB_INPUTS",
     "LOG_PROB_OUTPUTS",
@@ -58,7 +59,9 @@ __all__ = [
 # The version of the packaged files and of what they use of the toolkit. It is written into the
 # repository, so a repository of another version is recognised when it is loaded. Raise it when
 # either changes; it is also the package stage's version.
-PACKAGE_VERSION = 10
+PACKAGE_VERSION = 11
+# Of the environment: the folder of `toolkit.process.supervise` where models beat.
+HEARTBEATS_VARIABLE = "TOOLKIT_HEARTBEATS"
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 # The models of the other layout, `bls`: clients call BLS_MODEL, which calls the others. There MODEL
@@ -372,6 +375,13 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "host_time_ns", "TYPE_INT64", ONE_VALUE, "the rest of the time of those steps", ours=True
     ),
+    TensorSpec(
+        "draft_failure",
+        "TYPE_STRING",
+        ONE_VALUE,
+        "the draft's error, with the last response, if the rest was decoded without drafts",
+        ours=True,
+    ),
 )
 
 # Log-probabilities of each token, with the last response. TensorRT-LLM has return_log_probs and
@@ -468,13 +478,7 @@ BLS_OUTPUTS: tuple[TensorSpec, ...] = (
         )
     ),
     *NEXT_BEST,
-    TensorSpec(
-        "draft_failure",
-        "TYPE_STRING",
-        ONE_VALUE,
-        "the draft's error, if the rest was decoded without drafts",
-        ours=True,
-    ),
+    _OURS["draft_failure"],
 )
 
 OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)

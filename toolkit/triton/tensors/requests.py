@@ -381,6 +381,9 @@ class Answer:
             response["num_output_tokens"] = [self._tokens]
         if event.finish_reason is not None or self._request.repeats_figures:
             response.update(self._figures(event))
+        # Told unasked: nobody would ask for it.
+        if event.finish_reason and event.stats and event.stats.draft_failure is not None:
+            response["draft_failure"] = [event.stats.draft_failure]
         if self._sent_ns is not None:
             self.gaps.append((now_ns - self._sent_ns, len(self._ids)))
         self._text, self._ids = [], []

@@ -44,8 +44,8 @@ def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Finger
     It is computed again when anything changes on which it may depend: the spec, versions, the
     compiler's file, the machine, or our own sources. Raises StoreError if `file` cannot be written.
     """
-    from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
     from toolkit.engines.stage import fingerprint
+    from toolkit.pipeline.toolchain import compiler_path, instruction_set
 
     if spec.tensorrt_llm is not None or spec.vllm is not None:
         return fingerprint(kind, spec)  # installed versions and GPU names, which are cheap to read

@@ -20,8 +20,15 @@ from toolkit.workflows.stages.keys import versions
 
 __all__ = ["in_container", "package_stage"]
 
-# Our model files that are copied into the repository. They import the toolkit where it is served.
-SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", "trtllm")
+# Our model files that are copied into the repository, and what runs one of them. They import the
+# toolkit where it is served.
+SHIPPED_MODULES = (
+    *(
+        f"toolkit.triton.models.{name}.model"
+        for name in ("bls", "engine", "llmapi", "postprocessing", "preprocessing", "trtllm")
+    ),
+    "toolkit.triton.native.worker",
+)
 
 # Where and how the server is started, which is no part of the repository.
 SERVER_SETTINGS = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
@@ -41,6 +48,7 @@ def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
 
 def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     from toolkit.inprocess import eos_token_ids
+    from toolkit.triton.native.build import backend_name
     from toolkit.triton.package.embedded import VERSION, package
 
     engines = tuple(f"compile/{role}" for role in roles)
@@ -49,8 +57,9 @@ def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     def parts(finished: Finished) -> Mapping[str, Any]:
         settings = {
             "speculation": speculation_of(config, finished).model_dump(mode="json"),
-            "triton": config.triton.model_dump(exclude=SERVER_SETTINGS),
+            "triton": config.triton.model_dump(exclude={*SERVER_SETTINGS, "backend"}),
             "threads": embedded(config).threads,
+            "backend": backend_name(config.triton.backend),
             "enable_prefix_caching": embedded(config).enable_prefix_caching,
         }
         inputs = {need: finished[need].entry.digest for need in engines}
@@ -208,9 +217,7 @@ def _vllm_stage(config: DeploymentConfig, engine: VllmConfig, roles: Sequence[st
 
 def _sources() -> str:
     """The digest of our sources that decide what a repository contains and does."""
-    return digest_sources(
-        [__name__, *(f"toolkit.triton.models.{name}.model" for name in SHIPPED_MODELS)]
-    )
+    return digest_sources([__name__, *SHIPPED_MODULES])
 
 
 def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:

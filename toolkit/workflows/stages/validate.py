@@ -416,6 +416,8 @@ def _source(
     is_unquantized = config.target.quantization.quant_algo == "NO_QUANT"
     engine = config.embedded_engine or config.vllm_engine
     is_precise = engine is not None and engine.dtype in ("float32", "float64")
+    if config.embedded_engine is not None and config.embedded_engine.kv_cache_dtype != "auto":
+        is_precise = False  # keys and values are rounded
 
     def encode(prompt: str) -> list[int]:
         """Encode with the engine's own tokenizer, which is opened at its first use."""

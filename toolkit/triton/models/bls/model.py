@@ -53,6 +53,7 @@ from toolkit.triton.tensors.bls import (
     engine_inputs,
     parse_bls,
     preprocessing_inputs,
+    read_drafts,
     shaped,
     split_prompts,
     text_value,
@@ -392,17 +393,20 @@ class EngineModels:
             "sequence_length",
             *(["generation_logits"] if "return_generation_logits" in tensors else []),
         ]
+        hint = "Send num_draft_tokens 0, or package with triton.on_draft_failure: plain."
         try:
             answer = self._call(self._draft, tensors, wanted)
+            new, logits = read_drafts(
+                answer,
+                count,
+                vocab_size=self._vocab_size,
+                wants_logits="generation_logits" in wanted,
+            )
         except EngineFailed as error:
-            raise DraftFailed(
-                error.what,
-                hint="Send num_draft_tokens 0, or package with triton.on_draft_failure: plain.",
-            ) from error
-        new = _new_ids(answer, count)
-        logits = answer.get("generation_logits")
-        if logits is not None:
-            logits = logits.reshape(-1, logits.shape[-1])[: len(new)]
+            raise DraftFailed(error.what, hint=hint) from error
+        except Exception as error:  # whatever it answered: the target can go on without it
+            what = f"the model {self._draft!r} answered wrongly: {error}"
+            raise DraftFailed(what, hint=hint) from error
         return Drafts(new, logits)
 
     def release(self) -> None:

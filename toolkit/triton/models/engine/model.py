@@ -2,7 +2,8 @@
 and `tensorrt_llm_draft` of the `bls` layout, for the kind `torch`.
 
 `execute` hands a request to the executor and returns. One thread runs the executor and answers.
-Another ends requests whose time is up or whose clients are gone.
+Another ends requests whose time is up or whose clients are gone, answers those that the executor
+does not end, and beats for `toolkit.process.supervise` while there is none of these.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -25,6 +27,7 @@ try:
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.speculative.executor import Call, Executor, Output
     from toolkit.triton.tensors.backend import ERROR_CODES, folder_of, parameters_of, traceback_of
+    from toolkit.triton.tensors.contract import HEARTBEATS_VARIABLE
     from toolkit.triton.tensors.engine_tensors import (
         EngineRequest,
         arrays_of,
@@ -45,6 +48,9 @@ except ImportError as error:
 
 
 WATCH_INTERVAL_S = 0.1
+# How long after its deadline a call may take to end before it is answered without the executor,
+# which is then in a forward that does not return.
+LATE_S = 1.0
 # A call of the BLS model takes a quarter of a second at most, and that model itself looks whether
 # its client is gone. Asking takes about 0.1 ms.
 CLIENT_CHECK_AFTER_S = 1.0
@@ -95,6 +101,9 @@ class TritonPythonModel:
         self._jobs_lock = threading.Lock()
         self._stop = threading.Event()
         self._broken: str | None = None
+        self._given_up: set[Job] = set()  # answered, and the executor has not ended them yet
+        beats = os.environ.get(HEARTBEATS_VARIABLE)
+        self._heartbeat = None if beats is None else Path(beats) / str(os.getpid())
         self._threads = [
             threading.Thread(target=self._run, name="executor"),
             threading.Thread(target=self._watch, name="watcher"),
@@ -213,12 +222,14 @@ class TritonPythonModel:
         job.log_probs += output.log_probs[:count]
         job.logits += output.logits[:count]
         if output.finish_reason is None:
-            if job.request.streaming:
-                job.sender.send(self._response(job, {}))
+            with job.lock:
+                if job.request.streaming and not job.done:
+                    job.sender.send(self._response(job, {}))
             return
         self._forget(job)
         # The lock keeps the watching thread from asking Triton about a freed request.
         with job.lock:
+            self._given_up.discard(job)
             if job.done:
                 return
             job.done = True
@@ -241,6 +252,8 @@ class TritonPythonModel:
         while not self._stop.wait(WATCH_INTERVAL_S):
             try:
                 self._end_overdue()
+                if self._heartbeat is not None and not self._given_up:
+                    self._beat(self._heartbeat)
             # The watch has to go on, or no request would be ended any more.
             except Exception as error:
                 pb_utils.Logger.log_error(traceback_of(error))
@@ -255,6 +268,24 @@ class TritonPythonModel:
                 is_over = job.is_late or (not job.done and job.sender.is_cancelled())
             if is_over:
                 self._executor.cancel(job.call_id)
+            if now - job.arrival_s > self._timeout_s + LATE_S:
+                self._give_up(job)
+
+    def _give_up(self, job: Job) -> None:
+        """Answer a call that the executor does not end."""
+        with job.lock:
+            if job.done:
+                return
+            job.done = True
+            self._given_up.add(job)
+            message = f"deadline of {self._timeout_s:g} s passed, and the engine does not answer"
+            self._refuse(job.sender, "deadline", message)
+        self._forget(job)
+
+    @staticmethod
+    def _beat(file: Path) -> None:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
 
     def _response(self, job: Job, figures: dict[str, int | float | None]) -> Any:
         arrays = arrays_of(

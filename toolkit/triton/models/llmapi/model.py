@@ -1,13 +1,13 @@
-"""The model of the `llmapi` layout, which Triton's Python backend runs: requests in, token events
-out, as responses in TensorRT-LLM's `llmapi` format.
+"""The model of the `llmapi` layout: requests in, token events out, as responses in TensorRT-LLM's
+`llmapi` format. Our backend runs it (toolkit.triton.native), or Triton's Python backend.
 
-Threads: Triton calls `execute`, which checks a request, submits it and returns at once. One thread
-runs the speculative runtime. Its events go to a second, which makes responses of them and sends
-them (about 0.1 ms each); a forward does not hold the interpreter's lock, so the two work side by
-side. Events that come while the sender is busy are sent together, a response per request, so that
-it never falls behind. A third thread cancels requests whose clients are gone, and updates the
-metrics. `toolkit.triton.tensors.requests` holds everything about the content of requests; this file
-is only Triton's side.
+Threads: `execute`, which the backend calls, checks a request, submits it and returns at once. One
+thread runs the speculative runtime. Its events go to a second, which makes responses of them and
+sends them (0.05 to 0.1 ms each); a forward does not hold the interpreter's lock, so the two work
+side by side. Events that come while the sender is busy are sent together, a response per request,
+so that it never falls behind. A third thread cancels requests whose clients are gone, and updates
+the metrics. `toolkit.triton.tensors.requests` holds everything about the content of requests; this
+file is only Triton's side.
 
 A fault of one request is answered to that request, and the server goes on. If the runtime itself
 fails, every open request is answered with the reason, and later ones are refused with it.
@@ -34,8 +34,7 @@ try:
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, TokenEvent
-    from toolkit.speculative.runtime import QueueFull
-    from toolkit.triton.placement import (
+    from toolkit.process.placement import (
         Crowding,
         claim_cores,
         keep_off,
@@ -44,6 +43,7 @@ try:
         times_of_thread,
         tritonserver_above,
     )
+    from toolkit.speculative.runtime import QueueFull
     from toolkit.triton.tensors.backend import Metrics, error_response, traceback_of
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.tensors.requests import (
@@ -59,8 +59,8 @@ except ImportError as error:
     import sys
 
     raise ImportError(
-        f"{error}: tritonserver's Python backend runs Python {sys.version.split()[0]} at"
-        f" {sys.prefix}, which needs the toolkit installed. Launch with the repository's"
+        f"{error}: tritonserver runs Python {sys.version.split()[0]} at {sys.prefix} for this"
+        " model, which needs the toolkit installed. Launch with the repository's"
         " launch.sh, or install the toolkit there."
     ) from error
 
@@ -313,6 +313,8 @@ class TritonPythonModel:
             self._runtime.cancel(job.id)
             outcome, response = "error", _error("error", str(error) or repr(error))
         self._close(job, response)
+        if event.stats is not None and (failure := event.stats.draft_failure) is not None:
+            pb_utils.Logger.log_warn(f"decoded without drafts, since the draft failed: {failure}")
         self._metrics.note(outcome, event.stats, job.answer.gaps)
 
     def _response(self, job: Job, event: TokenEvent) -> Any:

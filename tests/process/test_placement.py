@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.triton.placement import (
+from toolkit.process.placement import (
     Crowding,
     claim_cores,
+    claimed_cores,
     keep_off,
     let_on,
     move_thread,
@@ -59,7 +60,7 @@ def test_one_core_is_left_for_the_others(count: int) -> None:
 
 def test_a_claim_ends_with_its_process() -> None:
     program = (
-        "import os, signal; from toolkit.triton.placement import claim_cores\n"
+        "import os, signal; from toolkit.process.placement import claim_cores\n"
         "kept = claim_cores(1, {80_001, 80_002}); print(sorted(kept.computing), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -145,3 +146,62 @@ def test_the_times_of_a_thread_are_counted_by_the_system() -> None:
     after, _ = times_of_thread(threading.get_native_id())
     assert after > before > 0
     assert times_of_thread(1 << 30) == (0, 0)
+
+
+def test_claims_are_seen_by_other_processes() -> None:
+    placement = claim_cores(2, CORES)
+    assert placement is not None
+    listed = "from toolkit.process.placement import claimed_cores; print(*sorted(claimed_cores()))"
+    done = subprocess.run(
+        [sys.executable, "-c", listed], capture_output=True, text=True, check=True
+    )
+    assert {70_002, 70_003} <= set(map(int, done.stdout.split()))
+    placement.close()
+    assert not claimed_cores() & CORES
+
+
+VISIT = """
+import os, sys, threading
+from toolkit.process.placement import Visitor, claim_cores, off_claimed_cores
+allowed, ready, done = os.sched_getaffinity(0), threading.Event(), threading.Event()
+other = threading.Thread(target=lambda: (ready.set(), done.wait()))
+other.start(); ready.wait()
+def cores():
+    return [os.sched_getaffinity(task) for task in (0, other.native_id)]
+visitor = Visitor()
+visitor.move()
+assert cores() == [allowed] * 2, cores()
+core = max(allowed)
+placement = claim_cores(1, allowed)
+if placement is None:
+    done.set(); sys.exit("claimed")
+core = min(placement.computing)
+visitor.move()
+assert cores() == [allowed - {core}] * 2, cores()
+visitor.move()
+placement.close()
+visitor.move()
+assert cores() == [allowed] * 2, cores()
+placement = claim_cores(1, allowed)
+with off_claimed_cores():
+    assert cores() == [allowed - placement.computing] * 2
+assert cores() == [allowed] * 2
+placement.close()
+# Nothing else is left: all cores are used.
+os.sched_setaffinity(0, {core})
+placement = claim_cores(1, allowed)
+alone = Visitor()
+alone.move()
+assert os.sched_getaffinity(0) == {core}
+done.set()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_visitor_leaves_the_cores_that_are_claimed_and_comes_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", VISIT], capture_output=True, text=True, check=False
+    )
+    if "claimed" in done.stderr.splitlines()[-1:]:
+        pytest.skip("a server on this machine has claimed the cores")
+    assert done.returncode == 0, done.stderr

@@ -10,6 +10,9 @@ of sockets, which goes with the process, however that ends. A server that cannot
 leaves its threads to the scheduler. So does one that may use no more cores than it computes with
 (`engine.threads`, or `taskset` around the server).
 
+What else runs on the machine does not know of this. So our own clients and the gateway look for
+claims, and stay off the cores that a server computes on (`Visitor`).
+
 Beside other busy processes a core of one's own is a trap: the thread waits for it while another
 core may be idle. So the computing thread is observed, and a placement that makes it wait is given
 up.
@@ -19,18 +22,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
     "Crowding",
     "Placement",
+    "Visitor",
     "claim_cores",
+    "claimed_cores",
     "keep_off",
     "let_on",
     "move_thread",
+    "off_claimed_cores",
     "times_of_thread",
     "tritonserver_above",
 ]
@@ -39,6 +46,9 @@ WINDOW_NS = 2_000_000_000
 MAX_WAITING = 0.1  # of the time in which the thread could run
 MIN_BUSY = 0.1  # of a window; with less to do, the share says nothing
 NAME = "\0toolkit-forward-core-{core}"
+# As Linux lists it: "@" in the place of the zero.
+LISTED_NAME = re.compile(NAME.replace("\0", "@").format(core=r"(\d+)") + "$", re.MULTILINE)
+SOCKETS = Path("/proc/net/unix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,51 @@ def claim_cores(count: int, allowed: Collection[int]) -> Placement | None:
         return placement
     placement.close()
     return None
+
+
+def claimed_cores() -> frozenset[int]:
+    """The cores on which servers of this machine compute."""
+    try:
+        return frozenset(map(int, LISTED_NAME.findall(SOCKETS.read_text())))
+    except OSError:
+        return frozenset()
+
+
+class Visitor:
+    """A process that is no server, and stays off the cores on which servers compute."""
+
+    def __init__(self) -> None:
+        self._allowed = frozenset(os.sched_getaffinity(0))
+        self._left: frozenset[int] = frozenset()
+
+    def move(self) -> None:
+        """Leave the cores that are claimed now, and use those again that no longer are. All cores
+        are used if none would be left.
+        """
+        claimed = claimed_cores() & self._allowed
+        if claimed == self._allowed:
+            claimed = frozenset()
+        if claimed != self._left:
+            let_on(os.getpid(), self._left - claimed)
+            keep_off(os.getpid(), claimed)
+            self._left = claimed
+
+    def leave(self) -> None:
+        """Use all cores again."""
+        if self._left:
+            let_on(os.getpid(), self._left)
+            self._left = frozenset()
+
+
+@contextlib.contextmanager
+def off_claimed_cores() -> Iterator[None]:
+    """Stay off the cores on which servers compute inside."""
+    visitor = Visitor()
+    visitor.move()
+    try:
+        yield
+    finally:
+        visitor.leave()
 
 
 def keep_off(process_id: int, cores: Collection[int]) -> None:

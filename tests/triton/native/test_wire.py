@@ -1,0 +1,114 @@
+"""Frames say what was put into them, and nothing else is read out of a frame that is too short."""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from toolkit.triton.native import wire
+
+NUMBERS = [dtype for dtype in wire.TYPES.values() if dtype != np.object_]
+arrays = st.one_of(
+    st.sampled_from(NUMBERS).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(max_dims=2))),
+    st.lists(st.binary(max_size=40), max_size=4).map(lambda rows: np.array(rows, dtype=object)),
+)
+
+
+def reader_of(*frames: bytes) -> wire.Reader:
+    return wire.Reader(io.BytesIO(b"".join(frames)))
+
+
+@given(
+    st.integers(0, 2**64 - 1),
+    st.sampled_from((0, wire.FINAL)),
+    st.lists(st.tuples(st.text(max_size=12), arrays), max_size=3),
+)
+def test_a_response_reads_back(number: int, flags: int, outputs: list[tuple[str, Any]]) -> None:
+    reader = reader_of(wire.response_frame(number, flags, outputs))
+    assert reader.next_kind() == wire.RESPONSE
+    assert (reader.number("Q"), reader.number("B")) == (number, flags)
+    assert reader.number("B") == wire.OUTPUTS
+    assert reader.number("I") == len(outputs)
+    for name, array in outputs:
+        read_name, read = reader.tensor()
+        assert read_name == name
+        assert read.dtype == array.dtype
+        assert read.shape == array.shape
+        assert read.tobytes() == array.tobytes() or read.tolist() == array.tolist()
+
+
+@given(st.text(max_size=30), st.integers(0, 7))
+def test_an_error_reads_back(message: str, code: int) -> None:
+    reader = reader_of(wire.error_frame(7, code, message), wire.simple_frame(wire.READY))
+    assert reader.next_kind() == wire.RESPONSE
+    assert (reader.number("Q"), reader.number("B"), reader.number("B")) == (
+        7,
+        wire.FINAL,
+        wire.ERROR,
+    )
+    assert (reader.number("I"), reader.text()) == (code, message)
+    assert reader.next_kind() == wire.READY
+
+
+def test_a_metric_reads_back() -> None:
+    reader = reader_of(
+        wire.family_frame(1, 2, "seconds", "how long"),
+        wire.metric_frame(3, 1, {"model": "m", "le": "+Inf"}, (0.5, 1.0)),
+        wire.change_frame(3, 2, 0.25),
+    )
+    assert reader.next_kind() == wire.FAMILY
+    assert [reader.number("I"), reader.number("B"), reader.text(), reader.text()] == [
+        *(1, 2),
+        *("seconds", "how long"),
+    ]
+    assert reader.next_kind() == wire.METRIC
+    assert [reader.number("I"), reader.number("I"), reader.number("I")] == [3, 1, 2]
+    assert [reader.text() for _ in range(4)] == ["model", "m", "le", "+Inf"]
+    assert [reader.number("I"), reader.number("d"), reader.number("d")] == [2, 0.5, 1.0]
+    assert reader.next_kind() == wire.VALUE
+    assert [reader.number("I"), reader.number("B"), reader.number("d")] == [3, 2, 0.25]
+
+
+def test_bytes_that_are_no_text_survive() -> None:
+    reader = reader_of(wire.simple_frame(wire.FAILED, "caf\udcff"))
+    reader.next_kind()
+    assert reader.text() == "caf\udcff"
+
+
+def test_a_frame_that_ends_early_is_an_error() -> None:
+    reader = reader_of(struct.pack("=I", 5) + wire.FAILED + struct.pack("=I", 9))
+    reader.next_kind()
+    with pytest.raises(IndexError):
+        reader.text()
+    with pytest.raises(EOFError):
+        reader_of(struct.pack("=I", 5) + b"F").next_kind()
+    with pytest.raises(EOFError):
+        reader_of().next_kind()
+
+
+@pytest.mark.parametrize(
+    ("content", "shape"),
+    [
+        (b"\x05\0\0\0abc", (1,)),  # shorter than it says
+        (b"\x01\0\0\0a\x01", (1,)),  # a length that ends early
+        (b"\xff\xff\xff\xffa", (1,)),
+        (b"\x01\0\0\0a\x01\0\0\0b", (1,)),  # more than the shape says
+        (b"", (1,)),
+    ],
+)
+def test_content_that_is_not_whole_is_an_error_that_names_the_tensor(
+    content: bytes, shape: tuple[int, ...]
+) -> None:
+    head = wire._tensor_head("text_input", wire.BYTES, shape)
+    body = wire.REQUEST + head + struct.pack("=I", len(content)) + content
+    reader = reader_of(struct.pack("=I", len(body)) + body)
+    reader.next_kind()
+    with pytest.raises(ValueError, match="text_input"):
+        reader.tensor()

@@ -1,0 +1,157 @@
+"""Verify steps of a single request that the engine takes by itself, one after the other.
+
+Between two forwards the interpreter works on what the last one gave: it reads the logits, chooses
+tokens, decodes text and makes an event. For a small model that is a sixth of a step, most of it
+waiting for memory that the forward has taken out of the caches. In a burst the engine goes on at
+once (`BurstingEngine`), and a second thread, the reader, takes what each step gave while the next
+one runs. So an event is on its way as soon as its tokens are known, as without bursts.
+
+A burst is short, so that requests that join, are cancelled or have a deadline do not wait: it ends
+after MAX_NS, or at the next step if it is interrupted. What ends it is decided by its steps, so the
+texts are the same. So are those of sampled requests: the engine draws with the numbers that the
+request's rule would have drawn with, and leaves a step to the rule where rounding would decide it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from toolkit.interfaces import Burst, BurstingEngine, StepEngine
+from toolkit.speculative.acceptance import Numbers
+
+__all__ = ["MAX_NS", "BurstStep", "Bursts"]
+
+MAX_STEPS = 32
+MAX_NS = 8_000_000
+END = 1 << 32  # written to the reader's eventfd to end it; a burst writes 1 for a step
+HEAD = 5  # numbers of a row before its drafts: see toolkit.interfaces.Burst
+
+
+class BurstStep:
+    """What one step gave. token: the target's own, NOT_FINITE if there is none."""
+
+    __slots__ = ("accepted", "draft_ns", "drafts", "now_ns", "token", "verify_ns")
+
+    def __init__(self, row: list[int]) -> None:
+        drafted, self.accepted, self.draft_ns, self.verify_ns, self.now_ns = row[:HEAD]
+        self.drafts = row[HEAD : HEAD + drafted]
+        self.token = row[HEAD + drafted]
+
+
+class Bursts:
+    """Runs bursts, one at a time, on the thread that calls `run`.
+
+    draft: the engine that drafts; None if no request drafts. The caller knows that they burst
+    together.
+    """
+
+    def __init__(
+        self, target: BurstingEngine, draft: StepEngine | None, max_draft_len: int
+    ) -> None:
+        self._target, self._draft = target, draft
+        self._steps = torch.zeros((MAX_STEPS, max_draft_len + HEAD + 1), dtype=torch.int64)
+        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._rows, self._state = self._steps.numpy(), self._flags.numpy()
+        self._reading = threading.Lock()  # guards the two below
+        self._take: Callable[[BurstStep], bool] | None = None
+        self._taken = 0
+        self._event_fd = -1
+        self._end_reader: Callable[[], object] | None = None
+
+    def start(self) -> None:
+        """Start the reader, unless it runs. It inherits the cores of the calling thread, which
+        therefore is not the one that computes. It ends when this object is closed or forgotten.
+        """
+        if self._end_reader is None:
+            self._event_fd = os.eventfd(0, os.EFD_CLOEXEC)
+            reader = (weakref.ref(self), self._event_fd)
+            self._end_reader = weakref.finalize(self, os.eventfd_write, self._event_fd, END)
+            threading.Thread(target=_read, args=reader, name="burst reader", daemon=True).start()
+
+    def interrupt(self) -> None:
+        """End the burst that runs before its next step. From any thread."""
+        self._state[0] = 1
+
+    def allow(self) -> None:
+        """Forget interruptions. Call it before looking for a reason not to begin a burst."""
+        self._state[0] = 0
+
+    def run(
+        self,
+        slot: int,
+        unread: list[int],
+        draft_len: int,
+        room: int,
+        end_ids: tuple[int, ...],
+        numbers: Numbers,
+        take: Callable[[BurstStep], bool],
+    ) -> bool:
+        """Run a burst, whose arguments are those of `Burst`. take: is given each step, in order, by
+        one thread at a time, while later steps may run; it returns whether the sequence goes on,
+        and is not called again if not. Returns whether the next step is the caller's.
+        """
+        with self._reading:
+            self._state[1] = 0
+            self._take, self._taken = take, 0
+        try:
+            draft = self._draft if draft_len else None
+            uniforms, races = map(_tensor_or_none, (numbers.uniforms, numbers.races))
+            _, is_undecided = self._target.burst(
+                draft,
+                Burst(
+                    slot,
+                    unread,
+                    draft_len,
+                    room,
+                    end_ids,
+                    MAX_NS,
+                    self._steps,
+                    self._flags,
+                    self._event_fd,
+                    numbers.sampling,
+                    uniforms,
+                    races,
+                ),
+            )
+            self.take_known()
+            return is_undecided
+        finally:
+            with self._reading:
+                self._take = None
+
+    def close(self) -> None:
+        """End the reader. No burst may run, now or later."""
+        if self._end_reader is not None:
+            self._end_reader()
+
+    def take_known(self) -> None:
+        """Take the steps that are known."""
+        with self._reading:  # before the count is read, which may be that of an earlier burst
+            count = int(self._state[1])
+            while self._take is not None and self._taken < count:
+                row = self._rows[self._taken].tolist()
+                self._taken += 1
+                if not self._take(BurstStep(row)):
+                    self.interrupt()
+                    self._take = None
+
+
+def _tensor_or_none(numbers: NDArray[Any] | None) -> torch.Tensor | None:
+    return None if numbers is None else torch.from_numpy(numbers)
+
+
+def _read(reference: weakref.ref[Bursts], event_fd: int) -> None:
+    """The reader. It keeps no reference while it waits."""
+    while os.eventfd_read(event_fd) < END:
+        bursts = reference()
+        if bursts is not None:
+            bursts.take_known()
+        del bursts
+    os.close(event_fd)

@@ -1,0 +1,206 @@
+"""What the backend (backend.cpp) and a model's process say to each other: frames over a socket.
+
+A frame is the u32 length of the rest, a byte that says its kind, and fields in the machine's byte
+order: numbers, and texts behind their u32 length. Both sides are built from the same sources and
+run on the same machine, so there is no version in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+__all__ = [
+    "CANCELLED",
+    "FAILED",
+    "FINAL",
+    "INIT",
+    "READY",
+    "REQUEST",
+    "SOCKET",
+    "STOP",
+    "TYPES",
+    "Reader",
+    "change_frame",
+    "error_frame",
+    "family_frame",
+    "log_frame",
+    "metric_frame",
+    "response_frame",
+    "simple_frame",
+]
+
+SOCKET = 3  # the worker's file descriptor
+# Kinds. To the worker:
+INIT, REQUEST, CANCELLED, STOP = b"I", b"R", b"C", b"S"
+# From the worker:
+READY, FAILED, RESPONSE, FAMILY, METRIC, VALUE, LOG = b"A", b"F", b"P", b"M", b"N", b"V", b"L"
+
+FINAL: Final = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
+NOTHING, OUTPUTS, ERROR = 0, 1, 2  # what a response holds
+TEXT, INT, BOOL, DOUBLE = 0, 1, 2, 3  # TRITONSERVER_ParameterType
+BYTES = 13  # TRITONSERVER_TYPE_BYTES: elements behind their u32 length
+# TRITONSERVER_DataType of what tensors of ours hold, and the type of their elements.
+TYPES: Mapping[int, Any] = {
+    1: np.dtype(np.bool_),
+    5: np.dtype(np.uint64),
+    8: np.dtype(np.int32),
+    9: np.dtype(np.int64),
+    11: np.dtype(np.float32),
+    BYTES: np.dtype(np.object_),
+}
+NUMBERS = {dtype: number for number, dtype in TYPES.items()}
+U32, RESPONSE_HEAD = struct.Struct("=I"), struct.Struct("=IcQBB")
+VALUE_FRAME = struct.Struct("=IcIBd")
+
+
+class Reader:
+    """Reads frames, and the fields of the last one. Raises EOFError at the end of the connection,
+    and IndexError for a frame that is too short.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._frame = memoryview(b"")
+        self._at = 0
+
+    def next_kind(self) -> bytes:
+        (size,) = U32.unpack(self._exactly(4))
+        self._frame, self._at = memoryview(self._exactly(size)), 1
+        return bytes(self._frame[:1])
+
+    def number(self, code: str) -> Any:
+        """A number with this code of `struct`."""
+        (value,) = struct.unpack("=" + code, self.raw(struct.calcsize("=" + code)))
+        return value
+
+    def text(self) -> str:
+        return bytes(self.raw(self.number("I"))).decode("utf-8", "surrogateescape")
+
+    def raw(self, size: int) -> memoryview:
+        if size > len(self._frame) - self._at:
+            raise IndexError("a frame ends early")
+        self._at += size
+        return self._frame[self._at - size : self._at]
+
+    def parameter(self) -> tuple[str, str | int | bool | float]:
+        name, kind = self.text(), self.number("B")
+        if kind == TEXT:
+            return name, self.text()
+        if kind == BOOL:
+            return name, bool(self.number("B"))
+        return name, self.number("q" if kind == INT else "d")
+
+    def tensor(self) -> tuple[str, Any]:
+        """(name, array)"""
+        name, type_number, dims = self.text(), self.number("I"), self.number("I")
+        shape = [self.number("q") for _ in range(dims)]
+        content = self.raw(self.number("I"))
+        dtype = TYPES.get(type_number)
+        if dtype is None:
+            raise ValueError(f"{name} has a type that no model of ours reads: {type_number}")
+        try:
+            if type_number == BYTES:
+                return name, np.array(_elements(content), dtype=np.object_).reshape(shape)
+            return name, np.frombuffer(content, dtype).reshape(shape)
+        except ValueError as error:
+            raise ValueError(f"the content of {name} does not fit its shape: {error}") from error
+
+    def _exactly(self, size: int) -> bytes:
+        content = self._stream.read(size)
+        if len(content) < size:
+            raise EOFError
+        return content
+
+
+def _elements(content: memoryview) -> list[bytes]:
+    """Raises ValueError for content that is not whole: clients write it."""
+    elements, at = [], 0
+    while at < len(content):
+        end = at + 4
+        size = U32.unpack(content[at:end])[0] if end <= len(content) else len(content)
+        at = end + size
+        if at > len(content):
+            raise ValueError("an element ends early")
+        elements.append(bytes(content[at - size : at]))
+    return elements
+
+
+def simple_frame(kind: bytes, text: str | None = None) -> bytes:
+    """A frame without fields, or with one text."""
+    body = kind if text is None else kind + _text(text)
+    return U32.pack(len(body)) + body
+
+
+def response_frame(number: int, flags: int, outputs: Sequence[tuple[str, Any]] | None) -> bytes:
+    """A response to request `number`; outputs: (name, array). None: only the flags."""
+    if outputs is None:
+        return RESPONSE_HEAD.pack(RESPONSE_HEAD.size - 4, RESPONSE, number, flags, NOTHING)
+    parts = [U32.pack(len(outputs))]
+    for name, array in outputs:
+        if array.dtype == np.object_:
+            elements = array.reshape(-1).tolist()
+            content = b"".join([U32.pack(len(element)) + element for element in elements])
+        else:
+            content = array.tobytes()
+        parts += (
+            _tensor_head(name, NUMBERS[array.dtype], array.shape),
+            U32.pack(len(content)),
+            content,
+        )
+    body = b"".join(parts)
+    size = RESPONSE_HEAD.size - 4 + len(body)
+    return RESPONSE_HEAD.pack(size, RESPONSE, number, flags, OUTPUTS) + body
+
+
+def error_frame(number: int, code: int, message: str) -> bytes:
+    """The last response to request `number`. code: TRITONSERVER_Error_Code."""
+    body = U32.pack(code) + _text(message)
+    size = RESPONSE_HEAD.size - 4 + len(body)
+    return RESPONSE_HEAD.pack(size, RESPONSE, number, FINAL, ERROR) + body
+
+
+def family_frame(family: int, kind: int, name: str, description: str) -> bytes:
+    """kind: TRITONSERVER_MetricKind."""
+    return _framed(FAMILY + struct.pack("=IB", family, kind) + _text(name) + _text(description))
+
+
+def metric_frame(
+    metric: int, family: int, labels: Mapping[str, str], buckets: Sequence[float]
+) -> bytes:
+    """buckets: the upper limits of a histogram; else empty."""
+    pairs = b"".join(_text(name) + _text(value) for name, value in labels.items())
+    return _framed(
+        METRIC
+        + struct.pack("=III", metric, family, len(labels))
+        + pairs
+        + struct.pack(f"=I{len(buckets)}d", len(buckets), *buckets)
+    )
+
+
+def change_frame(metric: int, change: int, value: float) -> bytes:
+    """change: 0 increments, 1 sets, 2 observes."""
+    return VALUE_FRAME.pack(VALUE_FRAME.size - 4, VALUE, metric, change, value)
+
+
+def log_frame(level: int, message: str) -> bytes:
+    """level: TRITONSERVER_LogLevel."""
+    return _framed(LOG + struct.pack("=B", level) + _text(message))
+
+
+def _framed(body: bytes) -> bytes:
+    return U32.pack(len(body)) + body
+
+
+def _text(text: str) -> bytes:
+    content = text.encode("utf-8", "surrogateescape")
+    return U32.pack(len(content)) + content
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensor_head(name: str, type_number: int, shape: tuple[int, ...]) -> bytes:
+    return _text(name) + struct.pack(f"=II{len(shape)}q", type_number, len(shape), *shape)
