@@ -111,7 +111,8 @@ def test_the_reference_scores_every_served_token_best(
 
 class Tampered:
     """A client that alters one token of one prompt's speculative text, as a faulty runtime
-    would.
+    would. A text that ends before it stays: what is drawn without a seed for the latency arms has
+    any length.
     """
 
     def __init__(self, client: Client, prompt: str, position: int) -> None:
@@ -121,7 +122,9 @@ class Tampered:
         timings = self.client.measure(prompts, **options)
         return [
             self._altered(one)
-            if one.prompt == self.prompt and options.get("num_draft_tokens") != 0
+            if one.prompt == self.prompt
+            and options.get("num_draft_tokens") != 0
+            and len(one.token_ids) > self.position
             else one
             for one in timings
         ]
