@@ -71,7 +71,7 @@ def test_published_questions_are_raw_text_where_no_template_is_known(stub: StubS
 
 
 def test_a_repeated_conversation_is_numbered_before_the_template_writes_it(chat: Path) -> None:
-    prompts = read_unwritten(MESSAGES, 2, chat)
+    prompts, _ = read_unwritten(MESSAGES, 2, chat)
     unique = uniquely(prompts, 6)
     assert len({name_of(prompt) for prompt in unique}) == 6
     assert isinstance(unique[3], Conversation)

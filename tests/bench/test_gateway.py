@@ -57,6 +57,30 @@ def test_acceptance_is_from_the_answers_of_the_gateway(prompts: Path, path: str)
     assert "0.50 / 0.50 / 1.00" in console.file.getvalue()
 
 
+def test_acceptance_is_told_by_the_domain_of_the_prompts_however_often_they_are_sent(
+    tmp_path: Path,
+) -> None:
+    prompts, domains = tmp_path / "prompts.jsonl", ("code", "chat", "code")
+    rows = [{"prompt": f"p{i}", "domain": domain} for i, domain in enumerate(domains)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with gateway(ScriptedBackend(statistics=BY_POSITION)) as served:
+        options = BenchOptions(prompts, warm_up=1, timeout_s=30.0, requests=5, rounds=2)
+        run = bench(f"{served.url}/v1", options)
+    (arm,) = run.points[0].arms
+    everything, chat, code = arm.acceptance_slices
+    assert (everything.of, everything.requests, everything.length) == ("prompt_tokens", 10, 2.5)
+    # Of each round's five requests the prompts are 0, 1, 2, 0 and 1.
+    assert [(part.of, part.name, part.requests) for part in (chat, code)] == [
+        ("domain", "chat", 4),
+        ("domain", "code", 6),
+    ]
+    console = Console(file=io.StringIO(), width=160)
+    print_run(run, console)
+    assert isinstance(console.file, io.StringIO)
+    shown = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["code", "6", "2.50", "0.60", *"0.50 / 0.50 / 1.00".split()] in shown
+
+
 def test_gaps_are_per_token_since_the_gateway_counts_each_event(prompts: Path) -> None:
     (arm,) = measured(prompts, STATISTICS).points[0].arms
     assert arm.latencies["itl"].samples

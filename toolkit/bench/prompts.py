@@ -55,14 +55,15 @@ class Conversation:
 Prompt: TypeAlias = "str | Conversation"
 
 
-def read_unwritten(path: Path, limit: int, chat: Path | None = None) -> tuple[Prompt, ...]:
-    """The first `limit` prompts, conversations as such. Raises UsageError like read_prompts, except
-    for what the template would refuse.
+def read_unwritten(
+    path: Path, limit: int, chat: Path | None = None
+) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
+    """(the first `limit` prompts, conversations as such; the domain of each). Raises UsageError
+    like read_prompts, except for what the template would refuse.
     """
-    return tuple(
-        Conversation(row, chat) if row.messages else row.text or ""
-        for row in read_rows(path, *PROMPT_KEYS, limit=limit)
-    )
+    rows = read_rows(path, *PROMPT_KEYS, limit=limit)
+    prompts = (Conversation(row, chat) if row.messages else row.text or "" for row in rows)
+    return tuple(prompts), tuple(row.domain for row in rows)
 
 
 def text_of(prompt: Prompt) -> str:

@@ -196,7 +196,7 @@ def _plan(options: BenchOptions) -> Plan:
     from toolkit.bench.prompts import read_unwritten
     from toolkit.bench.runner import Plan
 
-    prompts = read_unwritten(options.prompts, options.max_prompts, options.chat)
+    prompts, domains = read_unwritten(options.prompts, options.max_prompts, options.chat)
     if options.chat is not None or options.protocol not in ("auto", "openai-chat"):
         _check_text(prompts)
     two = options.against_plain or options.baseline is not None
@@ -227,6 +227,7 @@ def _plan(options: BenchOptions) -> Plan:
         requests = options.requests or len(trace)
     return Plan(
         prompts=prompts,
+        domains=domains,
         loads=loads,
         requests=requests,
         rounds=rounds,

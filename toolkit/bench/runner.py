@@ -131,7 +131,8 @@ class Load:
 class Plan:
     """How much is measured.
 
-    requests: per arm and round. precision: the half width that the interval of the ratio should
+    domains: of the prompts, as toolkit.pipeline.rows reads them; or none. requests: per arm and
+    round. precision: the half width that the interval of the ratio should
     have, as a share of the ratio.
     """
 
@@ -142,6 +143,7 @@ class Plan:
     max_rounds: int = 1
     warm_up: int = 8
     precision: float = 0.05
+    domains: tuple[str, ...] = ()
     goodput_ms: Mapping[str, float] = field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
     seed: int = 0
@@ -482,7 +484,14 @@ def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
         acceptance_length_by_round=_all_known(part.length for part in by_round),
         goodput_share=goodput_share,
         acceptance_over_time=metrics.acceptance_over_time(answered if lag_ms else ()),
+        acceptance_slices=metrics.acceptance_slices(answered, _domains(sent, plan)),
     )
+
+
+def _domains(sent: Sequence[_Sent], plan: Plan) -> dict[str, str]:
+    """Prompt -> domain. As `_Runner` does it, requests go through the prompts again and again."""
+    domains = plan.domains
+    return {request.prompt: domains[request.index % len(domains)] for request in sent if domains}
 
 
 def _all_timings(measured: _Round) -> list[RequestTiming | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.records.measured import (
+    AcceptanceSlice,
     Acceptance,
     AcceptanceWindow,
     CounterCheck,
@@ -68,6 +69,7 @@ class BenchArm:
 
     goodput_share: of the sent requests, those that met every limit; None: no limits are stated.
     acceptance_over_time: of an open loop; a closed one sends when the server lets it.
+    acceptance_slices: by length of the prompt, by domain, by reused prefix.
 
     acceptance_source: the answers of our requests, or the server's counters, which count other
     clients' requests, too; None: nothing tells the acceptance.
@@ -95,6 +97,7 @@ class BenchArm:
     acceptance_length_by_round: tuple[float, ...] = ()
     goodput_share: Interval | None = None
     acceptance_over_time: tuple[AcceptanceWindow, ...] = ()
+    acceptance_slices: tuple[AcceptanceSlice, ...] = ()
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -12,7 +12,7 @@ from toolkit.records.report import ValidationReport
 from toolkit.report.cells import DASH, Table, number, percent
 from toolkit.report.svg import BOTTOM, LEFT, RIGHT, TOP, Drawing, Plot, Scale, ticks
 
-__all__ = ["acceptance_plots", "acceptance_tables"]
+__all__ = ["acceptance_plots", "acceptance_tables", "slice_name"]
 
 SHOWN_POSITIONS = 6  # of a draft, in a plot; longer drafts are hardly accepted beyond
 SHOWN_SLICES = 12
@@ -56,7 +56,8 @@ def _windows(report: ValidationReport) -> list[tuple[str, Sequence[AcceptanceWin
     return found
 
 
-def _slice_name(part: AcceptanceSlice) -> str:
+def slice_name(part: AcceptanceSlice) -> str:
+    """What a table or a plot calls the slice, such as `code` or `13 to 40 tokens`."""
     if part.of == "domain":
         return part.name
     return NAMES.get(part.of, f"{part.least:,} to {part.most:,} tokens")
@@ -66,7 +67,7 @@ def _slices(slices: Sequence[AcceptanceSlice]) -> Table:
     positions = max(len(part.by_position) for part in slices)
     rows = [
         (
-            _slice_name(part),
+            slice_name(part),
             f"{part.requests:,}",
             number(part.length),
             percent(part.rate),
@@ -173,9 +174,9 @@ def _slices_plot(slices: Sequence[AcceptanceSlice]) -> Plot:
     drawing.x_axis(scale, bottom, 12, ticks(1, scale.high), heading("acceptance_length"))
     for number_of, part in enumerate(shown):
         length, top = part.length or 1.0, 18 + 26 * number_of
-        tip = f"{_slice_name(part)}: {length:.2f} in {part.requests:,} requests"
+        tip = f"{slice_name(part)}: {length:.2f} in {part.requests:,} requests"
         drawing.bar(left, top, scale(length) - left, 18, "spec", tip)
-        name = _slice_name(part).removesuffix(" tokens")
+        name = slice_name(part).removesuffix(" tokens")
         shown_name = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
         drawing.text(left - 6, top + 13, shown_name, "end")
         drawing.text(scale(length) + 5, top + 13, f"{length:.2f}", cls="value")

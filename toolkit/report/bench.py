@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from toolkit.bench.definitions import LATENCIES, METRICS, PERCENTILES, heading
 from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
 from toolkit.records.measured import Finding, Gate, Latency, Ratio
+from toolkit.report.acceptance import slice_name
 from toolkit.report.cells import interval
 from toolkit.words import Severity
 
@@ -94,10 +95,42 @@ def _point(point: BenchPoint, console: Console) -> None:
         if any(cells):
             table.add_row(name, *(cell or "-" for cell in cells))
     console.print(table, highlight=False)
+    for arm in point.arms:
+        _slices(arm, console)
     if point.ratios:
         title = f"{point.arms[-1].name} / {point.arms[0].name}"
         console.print(title, style="bold", highlight=False, markup=False)
         _ratios(point.ratios, console)
+
+
+def _slices(arm: BenchArm, console: Console) -> None:
+    """Print the acceptance by length of the prompt, by domain and by reused prefix, if the arm has
+    more than one of these.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    if len(arm.acceptance_slices) < 2:
+        return
+    console.print(f"{arm.name}, by prompt", style="bold", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for title in (
+        "requests",
+        heading("acceptance_length"),
+        heading("acceptance_rate"),
+        heading("acceptance_by_position"),
+    ):
+        table.add_column(title, justify="right")
+    for part in arm.acceptance_slices:
+        table.add_row(
+            Text(slice_name(part)),
+            f"{part.requests:,}",
+            _number(part.length, 2) or "-",
+            _number(part.rate, 2) or "-",
+            " / ".join(_number(rate, 2) or "-" for rate in part.by_position) or "-",
+        )
+    console.print(table, highlight=False)
 
 
 def _rows(arm: BenchArm) -> dict[str, str]:
