@@ -78,7 +78,7 @@ def test_acceptance_is_told_by_the_domain_of_the_prompts_however_often_they_are_
     print_run(run, console)
     assert isinstance(console.file, io.StringIO)
     shown = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["code", "6", "2.50", "0.60", *"0.50 / 0.50 / 1.00".split()] in shown
+    assert ["code", "6", "2.50", "0.60", *["0.50", "/", "0.50", "/", "1.00"]] in shown
 
 
 def test_gaps_are_per_token_since_the_gateway_counts_each_event(prompts: Path) -> None:

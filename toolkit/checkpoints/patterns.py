@@ -7,8 +7,9 @@ half a second and an error. But a text of many places that stay just below that 
 kilobyte, which is hours for the longest prompts. None of the families that the toolkit reads has
 such a part.
 
-This is a look at the expression's form. It finds nested repeats, not alternatives that overlap,
-such as `(a|a)+`: these are served, and what `TextCodec.encode` cannot encode is refused.
+A look at the expression's form finds nested repeats. Alternatives that overlap, such as
+`(a|ab?)+$`, are found by trying: texts that repeat a piece of the expression, at which the library
+gives up. What neither finds is served, and what `TextCodec.encode` cannot encode is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["expressions", "runs_away"]
+__all__ = ["expressions", "gives_up", "runs_away"]
 
 MANY = 10  # a part that may repeat so often counts as repeating without bound
+PIECE_REPEATS = 32  # two ways to match each piece are more tries than the library makes
+SAMPLES = ("a", "A", "1", " ", "\n", "'", ".", "_", "\u00e9", "\u4e2d")  # of the usual classes
+ENDS = ("!", "\n", "\u4e2d", "a")  # one of them is no match, so that every other way is tried
 REPEAT = re.compile(r"([*+]|\{\d*,?\d*\})[?+]?")
 
 
@@ -59,6 +63,31 @@ def runs_away(expression: str) -> bool:
             closed = repeats.pop()
             repeats[-1] |= closed
         place += 1
+    return False
+
+
+def gives_up(expression: str) -> bool:
+    """Whether the library gives up on a text that repeats one or two neighbouring characters of the
+    expression, or of the usual classes. False if the expression is no valid one.
+    """
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    try:
+        split = Split(Regex(expression), "isolated")
+    except Exception:  # the library's errors are plain ones
+        return False
+    pieces = {expression[i : i + width] for i in range(len(expression)) for width in (1, 2)}
+    # The library does not even begin where a character that each match needs is not in the text.
+    needed = expression + "".join(SAMPLES)
+    for piece in (*SAMPLES, *sorted(pieces)):
+        for end in ("", *(end + needed for end in ENDS)):
+            try:
+                split.pre_tokenize_str(piece * PIECE_REPEATS + end)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a fault in Rust is a PanicException, which is no Exception
+                return True
     return False
 
 

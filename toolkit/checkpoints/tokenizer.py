@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.checkpoints.patterns import expressions, runs_away
+from toolkit.checkpoints.patterns import expressions, gives_up, runs_away
 from toolkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -116,10 +116,11 @@ def write_tokenizer(source: Path, out_dir: Path) -> tuple[str, ...]:
 
 def _check_expressions(content: object, file: Path) -> None:
     for expression in expressions(content):
-        if runs_away(expression):
+        repeats = runs_away(expression)
+        if repeats or gives_up(expression):
+            why = "repeats what repeats" if repeats else "matches some texts in very many ways"
             raise CheckpointError(
-                "a prompt can take exponentially long, since this expression repeats what repeats:"
-                f" {expression}",
+                f"a prompt can take exponentially long, since this expression {why}: {expression}",
                 where=file,
                 hint="use the tokenizer of the model's own publisher",
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.records.measured import (
-    AcceptanceSlice,
     Acceptance,
+    AcceptanceSlice,
     AcceptanceWindow,
     CounterCheck,
     Finding,
