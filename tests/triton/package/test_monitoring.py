@@ -8,11 +8,15 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from toolkit.engines.vllm.environment import VllmEnvironment
 from toolkit.triton.package.monitoring import (
@@ -255,10 +259,31 @@ def test_the_names_of_vllm_are_in_its_sources(vllm_environment: VllmEnvironment)
     assert "prometheus_fastapi_instrumentator" in instrumentator.read_text()
 
 
+def unknown(ours: Any, known: Any, place: str = "") -> Iterator[str]:
+    """Where `ours` has what is not in `known`; None counts as nothing."""
+    if isinstance(ours, dict) and isinstance(known, dict):
+        for key, value in ours.items():
+            if value is not None:
+                yield from unknown(value, known.get(key), f"{place}.{key}")
+    elif isinstance(ours, list) and isinstance(known, list) and len(ours) == len(known):
+        for number, (one, other) in enumerate(zip(ours, known, strict=True)):
+            yield from unknown(one, other, f"{place}[{number}]")
+    elif ours != known:
+        yield place
+
+
+def read_by_grafana(data: dict[str, Any]) -> Any:
+    """The dashboard through the types that Grafana makes from its schemas, of panels, options and
+    Prometheus targets, too. What they do not know is lost.
+    """
+    plugins.register_default_plugins()
+    return json.loads(JSONEncoder().encode(Dashboard.from_json(data)))
+
+
 def check_dashboard(data: dict[str, Any]) -> None:
-    """The rules of Grafana's dashboard schema for the fields that are used here (grafana/grafana,
+    """What types do not say of the fields that are used here (grafana/grafana,
     kinds/dashboard/dashboard_kind.cue, schema 0.0, and the classic model of "Dashboard JSON model"
-    in its documentation): types, ranges, and what a panel, a target and a grid position need.
+    in its documentation): ranges, and what a panel, a target and a grid position need.
     """
     assert data["id"] is None and isinstance(data["title"], str) and data["title"]
     assert isinstance(data["uid"], str) and 8 <= len(data["uid"]) <= 40
@@ -294,6 +319,7 @@ def test_the_dashboard_follows_grafana_s_schema(tmp_path: Path, case: str) -> No
     write(CASES[case], tmp_path)
     data = json.loads((tmp_path / "grafana-dashboard.json").read_text())
     check_dashboard(data)
+    assert [*unknown(data, read_by_grafana(data))] == []
     titles = [panel["title"] for panel in data["panels"]]
     assert ("Tokens per verify step" in titles) == bool(CASES[case].max_draft_len)
     positions = next((p for p in data["panels"] if p["title"] == "Acceptance by position"), None)
@@ -316,6 +342,25 @@ def test_the_dashboard_follows_grafana_s_schema(tmp_path: Path, case: str) -> No
 def test_the_check_of_a_dashboard_can_fail(damage: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         check_dashboard({**dashboard(SERVED), **damage})
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ["refreshes"],
+        ["panels", 0, "targets", 0, "legendFormatter"],
+        ["panels", 0, "options", "legends"],
+        ["panels", 0, "gridPos", "z"],
+    ],
+)
+def test_what_grafana_s_types_do_not_know_is_found(place: list[Any]) -> None:
+    data = json.loads(json.dumps(dashboard(SERVED)))
+    node = data
+    for key in place[:-1]:
+        node = node[key]
+    node[place[-1]] = "x"
+    (found,) = unknown(data, read_by_grafana(data))
+    assert found.endswith(f".{place[-1]}")
 
 
 def test_compose_starts_both_on_loopback_with_files_that_are_there(tmp_path: Path) -> None:
