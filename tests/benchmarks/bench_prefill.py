@@ -3,10 +3,13 @@ of the embedded engine.
 
 A prompt is read in steps of the engine's max_step_tokens, and only its last token needs logits. The
 floor is arithmetic: two operations for each weight of a linear and each token. Printed are medians,
-in brackets the fastest, and the ratio to INT8 W8A8 of as many tokens. Good: no precision takes
-longer than OpenVINO GenAI's INT8 takes on the same two cores (512 tokens: 600 ms).
+in brackets the fastest, and the ratio to INT8 W8A8 of as many tokens. With --openvino the same
+prompts are read by OpenVINO with INT8 weights, in turns with ours. Good: no precision of ours takes
+longer.
 
-    python -m tests.benchmarks.bench_prefill [--threads N] [--rounds N] [--layers N]
+    python -m tests.benchmarks.bench_prefill [--threads N] [--rounds N] [--layers N] [--openvino]
+
+--openvino needs the environment of `make openvino`.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.benchmarks.bench_kernels import SHAPE
+from tests.benchmarks.bench_peers import openvino_python
 from tests.benchmarks.engines import (
     compile_checkpoint,
     facts,
@@ -54,6 +61,33 @@ def prefill(engine: StepEngine, count: int) -> Callable[[], None]:
     return run
 
 
+@contextmanager
+def openvino(checkpoint: Path, threads: int) -> Iterator[Callable[[int], None]]:
+    """Reads a prompt of so many tokens in a process of OpenVINO's environment."""
+    command = [openvino_python(), Path(__file__).with_name("openvino_prefill.py"), checkpoint]
+    with subprocess.Popen(
+        [*map(str, command), str(threads)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        sent, told = process.stdin, process.stdout
+        assert sent is not None and told is not None
+
+        def wait_for(word: str) -> None:
+            if told.readline().strip() != word:
+                raise SystemExit("OpenVINO's process ended; openvino_prefill.py says why")
+
+        def read(count: int) -> None:
+            print(count, file=sent, flush=True)
+            wait_for("done")
+
+        wait_for("ready")
+        yield read
+        sent.close()
+
+
 def write_quantized(source: Path, out_dir: Path, algo: str | None) -> Path:
     if algo is None:
         return source
@@ -65,9 +99,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--openvino", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    with tempfile.TemporaryDirectory() as folder:
+    kinds = [kind for kind, _, _ in KINDS]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         source = write_random({**SHAPE, "num_hidden_layers": asked.layers}, Path(folder) / "bf16")
         engines = []
         for kind, algo, dtype in KINDS:
@@ -76,12 +112,16 @@ def main() -> None:
             engines.append(loader("torch").load(built.path, threads=asked.threads))
             shutil.rmtree(built.path)
         calls = [prefill(engine, count) for engine in engines for count in TOKENS]
+        if asked.openvino:
+            kinds.append("openvino int8")
+            read = stack.enter_context(openvino(source, asked.threads))
+            calls += [partial(read, count) for count in TOKENS]
         times = in_turns(calls, asked.rounds)
     print("ms per prompt, median (fastest), over INT8 W8A8; batch 1")
     print(f"{'':14}" + "".join(f"{f'{n} tokens':>28}" for n in TOKENS))
     line: dict[str, Any] = {"benchmark": "prefill", **facts(), "ms": {}}
     reference = times[: len(TOKENS)]
-    for i, (kind, _, _) in enumerate(KINDS):
+    for i, kind in enumerate(kinds):
         found = times[i * len(TOKENS) : (i + 1) * len(TOKENS)]
         cells = "".join(
             f"{f'{middle:.1f} ({best:.1f}) {middle / base:.2f}x':>28}"

@@ -1,5 +1,5 @@
-"""Exports a checkpoint for OpenVINO GenAI: FP32, and INT8 weights made from it. The Python of
-`.venv-openvino` runs this file.
+"""Exports a checkpoint for OpenVINO GenAI: FP32, and INT8 weights made from it; and its tokenizer,
+if it has one. The Python of `.venv-openvino` runs this file.
 
     PYTHON tests/benchmarks/peer_export.py SOURCE OUT     writes OUT/FP32 and OUT/INT8
 """
@@ -22,7 +22,7 @@ def export(source: Path, out_dir: Path) -> None:
         output=out_dir / "FP32",
         task="text-generation-with-past",
         ov_config=OVConfig(dtype="fp32"),
-        convert_tokenizer=True,
+        convert_tokenizer=(source / "tokenizer.json").exists(),
     )
     shutil.copytree(
         out_dir / "FP32", out_dir / "INT8", ignore=shutil.ignore_patterns("openvino_model.*")
