@@ -9,7 +9,9 @@ which each makes room for the next:
     alternating     both in turns of 48 tokens within each text
     both kinds      every second request is unpredictable
 
-Arms: plain decoding, every fixed draft length, and adaptive. All arms take a group of prompts
+Arms: plain decoding, the same again as a control, every fixed draft length, and adaptive. How far
+the control's ratio is from 1 is what the machine adds; what deciding and probing took of the
+adaptive arm's time is told, too, and hardly depends on that. All arms take a group of prompts
 before any takes the next one, in rotated order, so that the figures of a pair are seconds apart;
 the ranges are 95 % bootstrap intervals. Drafts are spoiled behind the draft's back, where they are
 proposed and where they are probed. Good: adaptive / best fixed >= 0.97, adaptive
@@ -63,6 +65,7 @@ LOADS = (1, 4, 16)
 TURN_TOKENS = 48
 TIMES_THE_LOAD = 3  # so many prompts are a group
 WRONG_TOKEN = 0
+CONTROL = "plain again"
 
 IsSpoiled = Callable[[int, int], bool]
 """Of a prompt's number and the place in its output."""
@@ -100,6 +103,17 @@ class SpoiledDrafter(ModelDrafter):
                 if self.is_spoiled(prompt, first + index - row.prompt_tokens):
                     shares[index] = 0.0
         return results
+
+
+class TimedRuntime(SpeculativeRuntime):
+    """adapting_s: what deciding and probing took so far."""
+
+    adapting_s = 0.0
+
+    def _adapt(self, rows: list[Sequence]) -> None:
+        began = self._clock()
+        super()._adapt(rows)
+        self.adapting_s += (self._clock() - began) / 1e9
 
 
 @dataclass
@@ -155,7 +169,11 @@ SPOILED: dict[str, IsSpoiled] = {
 
 def arms_of(mix: str, max_draft_len: int, count: int) -> dict[str, list[int | None]]:
     """Name -> draft length of each prompt."""
-    arms: dict[str, list[int | None]] = {"plain": [0] * count, "adaptive": [None] * count}
+    arms: dict[str, list[int | None]] = {
+        "plain": [0] * count,
+        "adaptive": [None] * count,
+        CONTROL: [0] * count,
+    }
     for draft_len in range(1, max_draft_len + 1):
         arms[f"fixed {draft_len}"] = [draft_len] * count
         if mix == "both kinds":
@@ -166,7 +184,7 @@ def arms_of(mix: str, max_draft_len: int, count: int) -> dict[str, list[int | No
 
 
 def measure(
-    runtime: SpeculativeRuntime,
+    runtime: TimedRuntime,
     drafter: SpoiledDrafter,
     prompts: Mapping[int, list[int]],
     mix: str,
@@ -191,13 +209,16 @@ def measure(
         for start in range(0, len(prompts), many)
     ]
     together(runtime, groups[0], load, asked.max_tokens, lengths["adaptive"], clock)  # warm
+    adapting_s = 0.0
     for turn, group in enumerate(asked.rounds * groups):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            before_s = runtime.adapting_s
             outcomes, spent = together(runtime, group, load, asked.max_tokens, lengths[name], clock)
             arms[name].tokens.append(sum(len(outcome.ids) for outcome in outcomes))
             arms[name].seconds.append(spent)
             if name != "adaptive":
                 continue
+            adapting_s += runtime.adapting_s - before_s
             for number, outcome in zip(group, outcomes, strict=True):
                 same += outcome.ids == texts[number]
                 asked_texts += 1
@@ -206,13 +227,12 @@ def measure(
                 for reason, steps in outcome.stats.steps_by_reason.items():
                     reasons[reason] = reasons.get(reason, 0) + steps
     rates = {name: arm.rate for name, arm in arms.items()}
-    best = max((name for name in names if name != "adaptive"), key=lambda name: rates[name])
+    fixed = [name for name in names if name not in ("adaptive", CONTROL)]
+    best = max(fixed, key=lambda name: rates[name])
 
-    def ratio(other: str) -> list[float]:
+    def ratio(other: str, one: str = "adaptive") -> list[float]:
         """[ratio of speeds, low end, high end], drawn from groups of prompts and rounds."""
-        ours, theirs = (
-            np.reshape(arms[name].seconds, (asked.rounds, -1)) for name in ("adaptive", other)
-        )
+        ours, theirs = (np.reshape(arms[name].seconds, (asked.rounds, -1)) for name in (one, other))
         return [round(figure, 4) for figure in bootstrap_ratio_of_sums(theirs, ours)]
 
     return {
@@ -222,6 +242,8 @@ def measure(
         "best": best,
         "adaptive_over_best": ratio(best),
         "adaptive_over_plain": ratio("plain"),
+        "control_over_plain": ratio("plain", CONTROL),
+        "adapting_share": round(adapting_s / sum(arms["adaptive"].seconds), 4),
         "same_texts": [same, asked_texts],
         "steps_by_reason": reasons,
         "drafted_by_position": drafted,
@@ -260,7 +282,7 @@ def main() -> int:
         # One runtime per row: what it learned of one mix is not to help in the next.
         drafter, clock = SpoiledDrafter(draft), clock_of(asked)
         costs = measured_costs(target, draft, settings.max_draft_len, clock)
-        runtime = SpeculativeRuntime(
+        runtime = TimedRuntime(
             target, draft, codec, settings, drafter=drafter, clock=clock, costs=costs
         )
         results.append(measure(runtime, drafter, prompts, mix, load, asked))
@@ -276,7 +298,9 @@ def show(row: dict[str, Any]) -> None:
     print(f"{row['mix']}, {row['requests']} at once: {rates} tokens/s")
     print(
         f"    adaptive / {row['best']}: {_range(row['adaptive_over_best'])}   adaptive / plain:"
-        f" {_range(row['adaptive_over_plain'])}   texts as plain: {same} of {texts}   steps:"
+        f" {_range(row['adaptive_over_plain'])}   {CONTROL} / plain:"
+        f" {_range(row['control_over_plain'])}   deciding and probing:"
+        f" {row['adapting_share']:.1%}   texts as plain: {same} of {texts}   steps:"
         f" {row['steps_by_reason']}, drafted by position: {row['drafted_by_position']}",
         flush=True,
     )
