@@ -111,7 +111,9 @@ def write_config(out: Path) -> None:
     config["target"]["checkpoint"], config["draft"]["checkpoint"] = "target", "draft"
     config["calibration"] |= {"dataset": "data/calib.jsonl", "heldout": "data/heldout.jsonl"}
     config["speculation"] |= {"max_draft_len": 5, "adaptive": {"enabled": True}}
-    config["validation"] |= {"prompts": "data/prompts.jsonl"}
+    # The wider target needs more than the default minute for the tokens of the distribution test.
+    slower = {"max_seconds": 180.0}
+    config["validation"] |= {"prompts": "data/prompts.jsonl", "distribution": slower}
     (out / "wide.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
 
