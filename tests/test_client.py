@@ -412,6 +412,14 @@ def test_what_cannot_be_measured_is_none() -> None:
     assert timing(0, [(10, 1)]).tpot_ns is None
     assert timing(0, [(10, 1)]).itl == ()
     assert Statistics(drafted=0, accepted=0, verify_steps=0).acceptance_rate is None
+    # Ten blocks of two: eight second tokens were looked at.
+    by_position = Statistics(drafted_by_position=(10, 10), accepted_by_position=(8, 6))
+    assert by_position.acceptance_alpha == pytest.approx(14 / 18)
+    # Six of them have one token: of the four others' second tokens four fifths were looked at.
+    mixed = Statistics(drafted_by_position=(10, 4), accepted_by_position=(8, 2))
+    assert mixed.acceptance_alpha == pytest.approx(10 / 13.2)
+    assert Statistics(drafted=4, accepted=2).acceptance_alpha is None
+    assert Statistics(drafted_by_position=(), accepted_by_position=()).acceptance_alpha is None
     assert Statistics(drafted=0, accepted=0, verify_steps=0).acceptance_length is None
 
 

@@ -61,6 +61,7 @@ __all__ = [
     "RequestTiming",
     "ServerUnavailable",
     "Statistics",
+    "looked_at",
     "refused",
     "translated",
 ]
@@ -205,6 +206,28 @@ class Statistics:
         if self.accepted is None or not self.verify_steps:
             return None
         return 1 + self.accepted / self.verify_steps
+
+    @property
+    def acceptance_alpha(self) -> float | None:
+        """accepted tokens / draft tokens that were looked at. Of drafts of any length, while longer
+        ones lower the rate; None if the server does not count by position.
+        """
+        accepted_at = self.accepted_by_position or ()
+        looked = looked_at(self.drafted_by_position or (), accepted_at)
+        return sum(accepted_at) / looked if looked else None
+
+
+def looked_at(drafted_at: Sequence[int], accepted_at: Sequence[int]) -> float:
+    """How many draft tokens were looked at: those of which all tokens before them in their block
+    were accepted. This share of blocks is taken to be the same for blocks of every length.
+
+    drafted_at, accepted_at: tokens by position.
+    """
+    looked, reached = 0.0, 1.0  # the share of blocks whose tokens so far were all accepted
+    for drafted, accepted in zip(drafted_at, accepted_at, strict=False):
+        looked += drafted * reached
+        reached = accepted / drafted if drafted else 0.0
+    return looked
 
 
 @dataclass(frozen=True, slots=True)

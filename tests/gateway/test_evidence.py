@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.rollouts import Candidate, played
+from toolkit.client import Statistics
 from toolkit.config.schema import RolloutConfig
 from toolkit.gateway.evidence import (
     LEAST_FIGURES,
@@ -42,7 +43,8 @@ def test_the_lot_is_a_fair_bet(share: float, ratio: float) -> None:
     assert math.isclose(expected, 1.0, rel_tol=1e-12)
 
 
-def test_the_wealth_of_an_equal_candidate_is_fair_over_all_lots() -> None:
+@pytest.mark.parametrize("is_by_position", [True, False])
+def test_the_wealth_of_an_equal_candidate_is_fair_over_all_lots(is_by_position: bool) -> None:
     """By enumeration: the figures are given, the arms are drawn. No margin, so that the candidate
     is exactly at the limit of what is allowed.
     """
@@ -53,7 +55,8 @@ def test_the_wealth_of_an_equal_candidate_is_fair_over_all_lots() -> None:
     for arms in itertools.product((True, False), repeat=len(figures)):
         seen = evidence(max_slowdown=1.0, max_acceptance_loss=0.0)
         for figure in warm:
-            seen.add(seen_by(False, share, ttft_ms=figure, token_ms=figure, acceptance=0.5))
+            told = {"alpha": figure % 0.8} if is_by_position else {}
+            seen.add(seen_by(False, share, ttft_ms=figure, token_ms=figure, acceptance=0.5, **told))
         for number, (arm, figure) in enumerate(zip(arms, figures, strict=True)):
             seen.add(
                 seen_by(
@@ -63,6 +66,7 @@ def test_the_wealth_of_an_equal_candidate_is_fair_over_all_lots() -> None:
                     ttft_ms=figure,
                     token_ms=2 * figure,
                     acceptance=figure % 1,
+                    **({"alpha": figure % 0.9} if is_by_position else {}),
                 )
             )
         chance = math.prod(share if arm else 1 - share for arm in arms)
@@ -111,6 +115,48 @@ def test_a_finding_counts_the_candidate_s_requests_that_were_judged() -> None:
     assert counts["errors"] == 30
     assert counts["ttft"] == 10  # the first of them that has 20 of the baseline's before it, on
     assert counts["acceptance"] == counts["texts"] == counts["copies"] == 0
+
+
+def by_position(generator: random.Random, chance: float, draft_len: int) -> dict[str, float]:
+    """The figures of a request of ten blocks."""
+    drafted_at, accepted_at = [10] * draft_len, [0] * draft_len
+    for _ in range(10):
+        for place in range(draft_len):
+            if generator.random() >= chance:
+                break
+            accepted_at[place] += 1
+    counted = Statistics(
+        drafted=sum(drafted_at),
+        accepted=sum(accepted_at),
+        drafted_by_position=tuple(drafted_at),
+        accepted_by_position=tuple(accepted_at),
+    )
+    rate, alpha = counted.acceptance_rate, counted.acceptance_alpha
+    assert rate is not None and alpha is not None
+    return {"acceptance": rate, "alpha": alpha}
+
+
+@pytest.mark.parametrize(("told", "is_worse"), [("both", False), ("neither", True), ("one", True)])
+def test_longer_drafts_of_the_same_model_are_not_worse(told: str, is_worse: bool) -> None:
+    """If one of the arms does not count by position, rates are all that can be compared."""
+    generator, seen = random.Random(5), evidence()
+    for _ in range(1200):
+        arm = generator.random() < 0.25
+        figures = by_position(generator, 0.8, 7 if arm else 3)
+        if told == "neither" or (told == "one" and arm):
+            del figures["alpha"]
+        seen.add(seen_by(arm, 0.25, **figures))
+    (finding,) = (finding for finding in seen.findings() if finding.test == "acceptance")
+    assert finding.requests > 200
+    assert finding.is_worse == is_worse and (is_worse or finding.wealth < 1)
+
+
+def test_a_worse_model_of_longer_drafts_is_found() -> None:
+    generator, seen = random.Random(5), evidence()
+    for _ in range(1200):
+        arm = generator.random() < 0.25
+        seen.add(seen_by(arm, 0.25, **by_position(generator, *((0.6, 7) if arm else (0.8, 3)))))
+    assert [finding.test for finding in seen.findings() if finding.is_worse] == ["acceptance"]
 
 
 def test_a_request_without_drafts_is_no_rate_below_the_least() -> None:

@@ -441,25 +441,18 @@ def positions(
 def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Interval | None:
     """The maximum-likelihood estimate of alpha, if every draft token is accepted independently and
     with the same probability: a geometric distribution that is cut off at the draft length.
-
-    A draft token is looked at if all tokens before it in its block were accepted. This share of
-    blocks is taken to be the same for blocks of every length.
     """
+    from toolkit.client import looked_at  # which imports grpc
+
     accepted: list[int] = []
-    looked_at: list[float] = []
+    looked: list[float] = []
     for positions in by_prompt:
-        # reached[i]: the share of blocks whose tokens before position i were all accepted
-        reached = (1.0, *(position.joint or 0.0 for position in positions))
-        accepted.append(sum(position.accepted for position in positions))
-        looked_at.append(
-            sum(
-                position.drafted * share
-                for position, share in zip(positions, reached, strict=False)
-            )
-        )
-    if not any(looked_at):
+        accepted_at = [position.accepted for position in positions]
+        accepted.append(sum(accepted_at))
+        looked.append(looked_at([position.drafted for position in positions], accepted_at))
+    if not any(looked):
         return None
-    estimate, low, high = bootstrap_ratio_of_sums(accepted, looked_at, seed=seed)
+    estimate, low, high = bootstrap_ratio_of_sums(accepted, looked, seed=seed)
     return Interval(estimate, low, min(1.0, high))
 
 

@@ -175,6 +175,7 @@ def _print(summary: dict[str, Any]) -> None:
         ("time per token p50, ms", "token_ms_p50", 2),
         ("time per token p99, ms", "token_ms_p99", 2),
         ("acceptance rate", "acceptance_rate", 3),
+        ("alpha", "acceptance_alpha", 3),
     ):
         cells = [_cell(arms[arm][key], digits) for arm in ("baseline", "candidate")]
         figures.add_row(name, *cells)

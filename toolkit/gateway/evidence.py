@@ -22,6 +22,8 @@ probability, however long it runs and however often anybody looks.
   not. A part that waits for its step is money, so their sum is still a fair bet.
   A request for which a drafting arm drafted nothing has acceptance 0: lengths that adapt to a draft
   that has gone bad end drafting, and no rate would show it.
+  Longer drafts lower the rate of the same draft, and a candidate of other costs adapts to other
+  lengths. So where both arms count by position, alpha is ranked in place of the rate.
 - copies: of the copied requests that only one arm answered, an equal candidate is as often the one
   that failed as the baseline.
 - texts: greedy prompts that both arms answered. At most max_divergence_rate may differ.
@@ -60,8 +62,8 @@ TIMES = ("ttft", "time per token")
 @dataclass(frozen=True, slots=True)
 class Observation:
     """A session's first request. share: the probability with which its arm was the candidate. A
-    figure is None if the request had none. acceptance: accepted / drafted tokens; 0 without drafts
-    from an arm that drafts, and then drafted is False.
+    figure is None if the request had none. acceptance: accepted / drafted tokens; alpha: accepted /
+    looked at. Both are 0 without drafts from an arm that drafts, and then drafted is False.
     """
 
     is_candidate: bool
@@ -71,6 +73,7 @@ class Observation:
     token_ms: float | None = None
     acceptance: float | None = None
     drafted: bool = True
+    alpha: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +164,13 @@ class Figures:
             oldest = self.latest.popleft()
             self.ordered.pop(bisect.bisect_left(self.ordered, oldest))
 
+    @property
+    def can_rank(self) -> bool:
+        return len(self.ordered) >= LEAST_FIGURES
+
     def rank(self, figure: float) -> float | None:
         """In (0, 1): the share of figures below this one; equal ones count half."""
-        if len(self.ordered) < LEAST_FIGURES:
+        if not self.can_rank:
             return None
         below = bisect.bisect_left(self.ordered, figure)
         equal = bisect.bisect_right(self.ordered, figure) - below
@@ -187,6 +194,10 @@ def _ratios(rank: float) -> list[float]:
     return altogether + tails
 
 
+def _negative(figure: float | None) -> float | None:
+    return None if figure is None else -figure
+
+
 class Evidence:
     """All tests of one roll-out, brought forward by one observation after the other."""
 
@@ -197,7 +208,7 @@ class Evidence:
         judged_steps = max(1, sum(0 < step < 100 for step in settings.steps))
         self._ranked = {name: Restarts(judged_steps) for name in TIMES}
         self._ranked["acceptance"] = Restarts(1)
-        self._figures = {name: Figures() for name in self._ranked}
+        self._figures = {name: Figures() for name in (*self._ranked, "alpha")}
         # Whose figure the candidate has shown. One that never has it, as a plain one has no
         # acceptance, would lose a bet with every figure of the baseline.
         self._shown: set[str] = set()
@@ -220,10 +231,17 @@ class Evidence:
             ratios = [lot(seen.is_candidate, seen.share, ratio) for ratio in ERROR_RATIOS]
             self._errors.multiply(ratios)
         slower, kept = self._settings.max_slowdown, 1 - self._settings.max_acceptance_loss
+        lost = {"acceptance": _negative(seen.acceptance), "alpha": _negative(seen.alpha)}
+        is_by_position = lost["alpha"] is not None and self._figures["alpha"].can_rank
+        kind = "alpha" if is_by_position else "acceptance"
         self._rank("ttft", seen, seen.ttft_ms, 1 / slower)
         self._rank("time per token", seen, seen.token_ms, 1 / slower)
-        lost = None if seen.acceptance is None else -seen.acceptance
-        self._rank("acceptance", seen, lost, 1 / kept)
+        self._rank("acceptance", seen, lost[kind], 1 / kept, kind)
+        if not seen.is_candidate:
+            figures = {"ttft": seen.ttft_ms, "time per token": seen.token_ms, **lost}
+            for name, figure in figures.items():
+                if figure is not None:
+                    self._figures[name].add(figure)
         least = self._settings.min_acceptance_rate
         if least is not None and seen.is_candidate and seen.drafted and seen.acceptance is not None:
             largest = 1 / max(1 - least, 1e-9)
@@ -254,11 +272,15 @@ class Evidence:
         self._copies.judged += 1
         self._copies.multiply([lot(seen.is_candidate, 0.5, ratio) for ratio in ERROR_RATIOS])
 
-    def _rank(self, name: str, seen: Observation, figure: float | None, scale: float) -> None:
-        """Bet on the arm of a figure; larger ones are worse. scale: the candidate's margin."""
+    def _rank(
+        self, name: str, seen: Observation, figure: float | None, scale: float, kind: str = ""
+    ) -> None:
+        """Bet on the arm of a figure; larger ones are worse. scale: the candidate's margin. kind:
+        of the figure, if it is not the test's name.
+        """
         if figure is None:
             return
-        figures = self._figures[name]
+        figures = self._figures[kind or name]
         rank = figures.rank(figure * scale if seen.is_candidate else figure)
         if rank is not None and name in self._shown and 0 < seen.share < 1:
             factors = [lot(seen.is_candidate, seen.share, ratio) for ratio in _ratios(rank)]
@@ -267,8 +289,6 @@ class Evidence:
                 bet.multiply(factors)
         if seen.is_candidate:
             self._shown.add(name)
-        else:
-            figures.add(figure)
 
     @property
     def compared_texts(self) -> int:

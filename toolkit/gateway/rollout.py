@@ -53,6 +53,7 @@ class ArmFigures:
     ttft_ms: list[float] = field(default_factory=list)
     token_ms: list[float] = field(default_factory=list)
     acceptance: list[float] = field(default_factory=list)
+    alpha: list[float] = field(default_factory=list)
 
     def add(self, seen: Observation) -> None:
         self.requests += 1
@@ -61,6 +62,7 @@ class ArmFigures:
             (self.ttft_ms, seen.ttft_ms),
             (self.token_ms, seen.token_ms),
             (self.acceptance, seen.acceptance if seen.drafted else None),
+            (self.alpha, seen.alpha if seen.drafted else None),
         ):
             if value is not None:
                 kept.append(value)
@@ -71,8 +73,12 @@ class ArmFigures:
         for name, values in (("ttft_ms", self.ttft_ms), ("token_ms", self.token_ms)):
             for q in (50, 99):
                 shown[f"{name}_p{q}"] = _percentile(values, q)
-        mean = sum(self.acceptance) / len(self.acceptance) if self.acceptance else None
-        return {**shown, "acceptance_rate": mean}
+        for name, values in (
+            ("acceptance_rate", self.acceptance),
+            ("acceptance_alpha", self.alpha),
+        ):
+            shown[name] = sum(values) / len(values) if values else None
+        return shown
 
 
 class RolloutState:
@@ -115,6 +121,7 @@ class RolloutState:
                 entry["token_ms"],
                 0.0 if is_undrafted else entry["acceptance"],
                 drafted=not is_undrafted,
+                alpha=0.0 if is_undrafted else entry.get("alpha"),
             )
             self.evidence.add(seen)
             self.arms[entry["arm"]].add(seen)
@@ -396,6 +403,7 @@ class Rollout:
                 "ttft_ms": None if request.ttft_ns is None else request.ttft_ns / 1e6,
                 "token_ms": None if not tokens else request.e2e_ns / 1e6 / tokens,
                 "acceptance": statistics.acceptance_rate,
+                "alpha": statistics.acceptance_alpha,
                 "undrafted": statistics.drafted == 0,
             }
         )
