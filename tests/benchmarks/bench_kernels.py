@@ -33,6 +33,7 @@ from toolkit.engines.registry import loader
 TOKENS = (1, 3, 5, 9)
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 8192,
     "hidden_size": 1024,
     "intermediate_size": 4096,

@@ -65,19 +65,23 @@ def prefill(engine: StepEngine, count: int) -> Callable[[], None]:
 def openvino(checkpoint: Path, threads: int) -> Iterator[Callable[[int], None]]:
     """Reads a prompt of so many tokens in a process of OpenVINO's environment."""
     command = [openvino_python(), Path(__file__).with_name("openvino_prefill.py"), checkpoint]
-    with subprocess.Popen(
-        [*map(str, command), str(threads)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [*map(str, command), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
         sent, told = process.stdin, process.stdout
         assert sent is not None and told is not None
 
         def wait_for(word: str) -> None:
             if told.readline().strip() != word:
-                raise SystemExit("OpenVINO's process ended; openvino_prefill.py says why")
+                log.seek(0)
+                raise SystemExit(f"OpenVINO's process ended:\n{log.read()[-2000:]}")
 
         def read(count: int) -> None:
             print(count, file=sent, flush=True)
