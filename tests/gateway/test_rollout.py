@@ -23,7 +23,7 @@ from toolkit.config.schema import RolloutConfig
 from toolkit.errors import UsageError
 from toolkit.gateway.arms import Arm, Finished
 from toolkit.gateway.journal import Journal, read_journal
-from toolkit.gateway.rollout import BASELINE, CANDIDATE, Rollout, read_state
+from toolkit.gateway.rollout import BASELINE, CANDIDATE, Rollout, RolloutState, read_state
 from toolkit.workflows.rollout import order_rollback, set_aside, status_of, take_orders
 
 MS = 1_000_000
@@ -763,3 +763,30 @@ def test_the_journal_survives_an_end_in_the_midst_of_a_write(tmp_path: Path) -> 
     again.add({"b": 2})
     again.close()
     assert list(read_journal(tmp_path / "j.jsonl")) == [{"a": 1}, {"b": 2}]
+
+
+def test_a_baseline_that_counts_no_positions_has_no_alpha_where_it_drafts_nothing() -> None:
+    """As vLLM beside our own engine: twenty zeros would make every alpha of the candidate good."""
+
+    def session(number: int, arm: str, rate: float | None, alpha: float | None) -> dict[str, Any]:
+        return {
+            "kind": "session",
+            "session": number,
+            "arm": arm,
+            "share": 0.5,
+            "error": False,
+            "ttft_ms": None,
+            "token_ms": None,
+            "acceptance": rate,
+            "undrafted": rate is None,
+            **({} if alpha is None else {"alpha": alpha}),  # older journals have none
+        }
+
+    state = RolloutState(RolloutConfig())
+    for number in range(400):
+        if number % 2:
+            state.add(session(number, CANDIDATE, 0.2, 0.4))
+        else:
+            state.add(session(number, BASELINE, None if number % 8 == 2 else 0.7, None))
+    findings = {finding.test: finding for finding in state.evidence.findings()}
+    assert findings["acceptance"].is_worse

@@ -132,8 +132,8 @@ class Plan:
     """How much is measured.
 
     domains: of the prompts, as toolkit.pipeline.rows reads them; or none. requests: per arm and
-    round. precision: the half width that the interval of the ratio should
-    have, as a share of the ratio.
+    round. precision: the half width that the interval of the ratio should have, as a share of the
+    ratio.
     """
 
     prompts: tuple[Prompt, ...]

@@ -15,12 +15,15 @@ gives up. What neither finds is served, and what `TextCodec.encode` cannot encod
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["expressions", "gives_up", "runs_away"]
 
 MANY = 10  # a part that may repeat so often counts as repeating without bound
+MOST_CHARACTERS = 256  # of an expression, whose pieces are tried
+MOST_SECONDS = 10.0  # of trying; GPT-2's expression takes 0.04
 PIECE_REPEATS = 32  # two ways to match each piece are more tries than the library makes
 SAMPLES = ("a", "A", "1", " ", "\n", "'", ".", "_", "\u00e9", "\u4e2d")  # of the usual classes
 ENDS = ("!", "\n", "\u4e2d", "a")  # one of them is no match, so that every other way is tried
@@ -68,7 +71,8 @@ def runs_away(expression: str) -> bool:
 
 def gives_up(expression: str) -> bool:
     """Whether the library gives up on a text that repeats one or two neighbouring characters of the
-    expression, or of the usual classes. False if the expression is no valid one.
+    expression, or of the usual classes. False if the expression is no valid one, or if MOST_SECONDS
+    were not enough to find out: a busy machine is no reason to refuse a tokenizer.
     """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
@@ -77,10 +81,14 @@ def gives_up(expression: str) -> bool:
         split = Split(Regex(expression), "isolated")
     except Exception:  # the library's errors are plain ones
         return False
-    pieces = {expression[i : i + width] for i in range(len(expression)) for width in (1, 2)}
+    begin = expression[:MOST_CHARACTERS]
+    pieces = {begin[i : i + width] for i in range(len(begin)) for width in (1, 2)}
     # The library does not even begin where a character that each match needs is not in the text.
-    needed = expression + "".join(SAMPLES)
+    needed = begin + "".join(SAMPLES)
+    latest = time.monotonic() + MOST_SECONDS
     for piece in (*SAMPLES, *sorted(pieces)):
+        if time.monotonic() > latest:
+            break
         for end in ("", *(end + needed for end in ENDS)):
             try:
                 split.pre_tokenize_str(piece * PIECE_REPEATS + end)

@@ -109,10 +109,11 @@ class RolloutState:
         kind = entry["kind"]
         if kind == "session":
             self.sessions.add(entry["session"])
-            # An arm that has drafted before drafts, unless it has reasons not to.
-            is_undrafted = entry.get("undrafted", False) and bool(
-                self.arms[entry["arm"]].acceptance
-            )
+            # An arm that has drafted before drafts, unless it has reasons not to. It has an alpha
+            # if it has told one.
+            arm = self.arms[entry["arm"]]
+            is_undrafted = entry.get("undrafted", False) and bool(arm.acceptance)
+            alpha = 0.0 if is_undrafted and arm.alpha else entry.get("alpha")
             seen = Observation(
                 entry["arm"] == CANDIDATE,
                 entry["share"],
@@ -121,10 +122,10 @@ class RolloutState:
                 entry["token_ms"],
                 0.0 if is_undrafted else entry["acceptance"],
                 drafted=not is_undrafted,
-                alpha=0.0 if is_undrafted else entry.get("alpha"),
+                alpha=alpha,
             )
             self.evidence.add(seen)
-            self.arms[entry["arm"]].add(seen)
+            arm.add(seen)
             # Where both arms fail, no test finds the candidate worse: errors lead no step further.
             self.in_step += seen.is_candidate and not seen.is_error
         elif kind == "texts":
