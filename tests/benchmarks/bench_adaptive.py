@@ -9,17 +9,19 @@ which each makes room for the next:
     alternating     both in turns of 48 tokens within each text
     both kinds      every second request is unpredictable
 
-Arms: plain decoding, the same again as a control, every fixed draft length, and adaptive. How far
-the control's ratio is from 1 is what the machine adds; what deciding and probing took of the
-adaptive arm's time is told, too, and hardly depends on that. All arms take a group of prompts
-before any takes the next one, in rotated order, so that the figures of a pair are seconds apart;
-the ranges are 95 % bootstrap intervals. Drafts are spoiled behind the draft's back, where they are
-proposed and where they are probed. Good: adaptive / best fixed >= 0.97, adaptive
-/ plain >= 0.95, and every text is the plain one. (`best` includes plain decoding. In the mix of
-both kinds the best fixed choice is per kind: the predictable ones draft, the others do not.)
+First a sweep: plain decoding and every fixed draft length, to find the best. Then that choice,
+plain decoding, the same again as a control, and adaptive, for --rounds. So the best is not the one
+that was lucky while it was compared. How far the control's ratio is from 1 is what the machine
+adds; what deciding and probing took of the adaptive arm's time is told, too, and hardly depends on
+that. All arms take a group of prompts before any takes the next one, in rotated order, so that the
+figures of a pair are seconds apart; the ranges are 95 % bootstrap intervals. Drafts are spoiled
+behind the draft's back, where they are proposed and where they are probed. Good: adaptive / best
+fixed >= 0.97, adaptive / plain >= 0.95, and every text is the plain one. (`best` may be plain
+decoding. In the mix of both kinds the best fixed choice is per kind: the predictable ones draft,
+the others do not.)
 
-    python -m tests.benchmarks.bench_adaptive [--engines DIR] [--rounds 5] [--max-tokens 192]
-        [--cpu-time]
+    python -m tests.benchmarks.bench_adaptive [--engines DIR] [--sweep-rounds 1] [--rounds 5]
+        [--max-tokens 192] [--prompts 48] [--mix MIX] [--load N] [--cpu-time]
 
 --cpu-time: times are the thread's own, which computes alone (engines have one thread), so that a
 machine that is busy with other work still gives ratios. The runtime's costs are taken so, too.
@@ -65,10 +67,12 @@ LOADS = (1, 4, 16)
 TURN_TOKENS = 48
 TIMES_THE_LOAD = 3  # so many prompts are a group
 WRONG_TOKEN = 0
-CONTROL = "plain again"
+PLAIN, CONTROL = "plain", "plain again"
 
 IsSpoiled = Callable[[int, int], bool]
 """Of a prompt's number and the place in its output."""
+Lengths = list[int | None]
+"""The draft length of each prompt; None: adaptive."""
 
 
 class SpoiledDrafter(ModelDrafter):
@@ -133,7 +137,7 @@ def together(
     prompts: Mapping[int, list[int]],
     load: int,
     max_tokens: int,
-    draft_lens: Slots[int | None],
+    draft_lens: Lengths,
     clock: Callable[[], int],
 ) -> tuple[list[Outcome], float]:
     """All prompts (number -> ids), so many at a time, and how many seconds they took. When one has
@@ -167,19 +171,37 @@ SPOILED: dict[str, IsSpoiled] = {
 }
 
 
-def arms_of(mix: str, max_draft_len: int, count: int) -> dict[str, list[int | None]]:
-    """Name -> draft length of each prompt."""
-    arms: dict[str, list[int | None]] = {
-        "plain": [0] * count,
-        "adaptive": [None] * count,
-        CONTROL: [0] * count,
-    }
+def fixed_arms(mix: str, max_draft_len: int, count: int) -> dict[str, Lengths]:
+    """Name -> draft length of each prompt: plain decoding and every fixed length."""
+    arms: dict[str, Lengths] = {PLAIN: [0] * count}
     for draft_len in range(1, max_draft_len + 1):
         arms[f"fixed {draft_len}"] = [draft_len] * count
         if mix == "both kinds":
             arms[f"fixed {draft_len} and 0"] = [
                 0 if index % 2 else draft_len for index in range(count)
             ]
+    return arms
+
+
+Run = Callable[[Mapping[int, list[int]], Lengths], tuple[list[Outcome], float]]
+
+
+def in_turns(
+    run: Run,
+    groups: list[dict[int, list[int]]],
+    rounds: int,
+    lengths: Mapping[str, Lengths],
+    watch: Callable[[str, Mapping[int, list[int]], list[Outcome]], None] = lambda *_: None,
+) -> dict[str, Arm]:
+    """Every arm over every group, in rotated order. watch: is told what came of each."""
+    arms = {name: Arm() for name in lengths}
+    names = list(arms)
+    for turn, group in enumerate(groups * rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            outcomes, spent = run(group, lengths[name])
+            arms[name].tokens.append(sum(len(outcome.ids) for outcome in outcomes))
+            arms[name].seconds.append(spent)
+            watch(name, group, outcomes)
     return arms
 
 
@@ -192,43 +214,45 @@ def measure(
     asked: argparse.Namespace,
 ) -> dict[str, Any]:
     max_draft_len, clock = runtime.settings.max_draft_len, clock_of(asked)
-    plain = [0] * len(prompts)
+
+    def run(group: Mapping[int, list[int]], lengths: Lengths, at_once: int = load) -> Any:
+        return together(runtime, group, at_once, asked.max_tokens, lengths, clock)
+
+    fixed = fixed_arms(mix, max_draft_len, len(prompts))
     drafter.is_spoiled, drafter.spoils = SPOILED[mix], mix != "predictable"
     texts = {}
     for number, prompt in prompts.items():
-        (outcome,), _ = together(runtime, {number: prompt}, 1, asked.max_tokens, plain, clock)
+        (outcome,), _ = run({number: prompt}, fixed[PLAIN], 1)
         texts[number] = outcome.ids
-    lengths = arms_of(mix, max_draft_len, len(prompts))
-    arms = {name: Arm() for name in lengths}
-    names, same, asked_texts = list(arms), 0, 0
-    reasons: dict[str, int] = {}
-    drafted = [0] * max_draft_len
     many = TIMES_THE_LOAD * load
     groups = [
         {number: prompts[number] for number in range(start, min(start + many, len(prompts)))}
         for start in range(0, len(prompts), many)
     ]
-    together(runtime, groups[0], load, asked.max_tokens, lengths["adaptive"], clock)  # warm
-    adapting_s = 0.0
-    for turn, group in enumerate(asked.rounds * groups):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            before_s = runtime.adapting_s
-            outcomes, spent = together(runtime, group, load, asked.max_tokens, lengths[name], clock)
-            arms[name].tokens.append(sum(len(outcome.ids) for outcome in outcomes))
-            arms[name].seconds.append(spent)
-            if name != "adaptive":
-                continue
-            adapting_s += runtime.adapting_s - before_s
-            for number, outcome in zip(group, outcomes, strict=True):
-                same += outcome.ids == texts[number]
-                asked_texts += 1
-                for place, count in enumerate(outcome.stats.drafted_by_position):
-                    drafted[place] += count
-                for reason, steps in outcome.stats.steps_by_reason.items():
-                    reasons[reason] = reasons.get(reason, 0) + steps
-    rates = {name: arm.rate for name, arm in arms.items()}
-    fixed = [name for name in names if name not in ("adaptive", CONTROL)]
-    best = max(fixed, key=lambda name: rates[name])
+    sweep = in_turns(run, groups, asked.sweep_rounds, fixed)
+    best = max(sweep, key=lambda name: sweep[name].rate)
+
+    adaptive: Lengths = [None] * len(prompts)
+    run(groups[0], adaptive)  # warm
+    same, asked_texts, before_s = 0, 0, runtime.adapting_s
+    reasons: dict[str, int] = {}
+    drafted = [0] * max_draft_len
+
+    def watch(name: str, group: Mapping[int, list[int]], outcomes: list[Outcome]) -> None:
+        nonlocal same, asked_texts
+        if name != "adaptive":
+            return
+        for number, outcome in zip(group, outcomes, strict=True):
+            same += outcome.ids == texts[number]
+            asked_texts += 1
+            for place, count in enumerate(outcome.stats.drafted_by_position):
+                drafted[place] += count
+            for reason, steps in outcome.stats.steps_by_reason.items():
+                reasons[reason] = reasons.get(reason, 0) + steps
+
+    lengths = {PLAIN: fixed[PLAIN], "adaptive": adaptive, CONTROL: fixed[PLAIN], best: fixed[best]}
+    arms = in_turns(run, groups, asked.rounds, lengths, watch)
+    adapting_s = runtime.adapting_s - before_s
 
     def ratio(other: str, one: str = "adaptive") -> list[float]:
         """[ratio of speeds, low end, high end], drawn from groups of prompts and rounds."""
@@ -238,11 +262,12 @@ def measure(
     return {
         "mix": mix,
         "requests": load,
-        "tokens_per_s": {name: round(rate) for name, rate in rates.items()},
+        "sweep_tokens_per_s": {name: round(arm.rate) for name, arm in sweep.items()},
+        "tokens_per_s": {name: round(arm.rate) for name, arm in arms.items()},
         "best": best,
         "adaptive_over_best": ratio(best),
-        "adaptive_over_plain": ratio("plain"),
-        "control_over_plain": ratio("plain", CONTROL),
+        "adaptive_over_plain": ratio(PLAIN),
+        "control_over_plain": ratio(PLAIN, CONTROL),
         "adapting_share": round(adapting_s / sum(arms["adaptive"].seconds), 4),
         "same_texts": [same, asked_texts],
         "steps_by_reason": reasons,
@@ -257,6 +282,7 @@ def clock_of(asked: argparse.Namespace) -> Callable[[], int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", type=Path, default=ROOT / "engines" / "adaptive")
+    parser.add_argument("--sweep-rounds", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=192)
@@ -287,15 +313,19 @@ def main() -> int:
         )
         results.append(measure(runtime, drafter, prompts, mix, load, asked))
         show(results[-1])
-    clock = "thread" if asked.cpu_time else "wall"
-    print(json.dumps({"benchmark": "adaptive", "clock": clock, **facts(), "results": results}))
+    of = "thread" if asked.cpu_time else "wall"
+    print(json.dumps({"benchmark": "adaptive", "clock": of, **facts(), "results": results}))
     return 0
 
 
 def show(row: dict[str, Any]) -> None:
-    rates = ", ".join(f"{name} {rate}" for name, rate in row["tokens_per_s"].items())
+    sweep, rates = (
+        ", ".join(f"{name} {rate}" for name, rate in row[part].items())
+        for part in ("sweep_tokens_per_s", "tokens_per_s")
+    )
     same, texts = row["same_texts"]
-    print(f"{row['mix']}, {row['requests']} at once: {rates} tokens/s")
+    print(f"{row['mix']}, {row['requests']} at once: sweep {sweep} tokens/s")
+    print(f"    in turns: {rates} tokens/s")
     print(
         f"    adaptive / {row['best']}: {_range(row['adaptive_over_best'])}   adaptive / plain:"
         f" {_range(row['adaptive_over_plain'])}   {CONTROL} / plain:"

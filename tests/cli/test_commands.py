@@ -514,6 +514,17 @@ def test_a_prompt_that_is_no_text_is_refused(where: str, deployment: Path) -> No
     assert "half of a surrogate pair" in done.stderr
 
 
+def printed_until_ready(process: subprocess.Popen[str]) -> list[str]:
+    """The lines up to the one that says so, or up to the end."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("ready"):
+            break
+    return lines
+
+
 @pytest.fixture
 def served(deployment: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `toolkit serve`, and its gRPC address."""
@@ -521,12 +532,7 @@ def served(deployment: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
         command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("ready"):
-            break
+    lines = printed_until_ready(process)
     assert lines, process.communicate(timeout=60)[1]
     (address,) = [line.split()[1] for line in lines if line.startswith("grpc")]
     (metrics,) = [line.split()[1] for line in lines if line.startswith("metrics")]
@@ -595,12 +601,7 @@ def test_serve_with_a_gateway_answers_curl_and_leaves_no_process(
         ) as process,
     ):
         try:
-            assert process.stdout is not None
-            lines = []
-            for line in process.stdout:
-                lines.append(line)
-                if line.startswith("ready"):
-                    break
+            lines = printed_until_ready(process)
             assert lines and lines[-1].startswith("ready"), log.read_text()
             (address,) = [line.split()[1] for line in lines if line.startswith("openai")]
             url = f"{address}/completions"
