@@ -22,9 +22,18 @@ from toolkit.engines.embedded.kernels import (
     KernelOps,
     build_library,
     load_library,
+    pack,
     pack_linear,
 )
-from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, TorchOps
+from toolkit.engines.embedded.model import (
+    Attention,
+    Layer,
+    Linear,
+    Ops,
+    Step,
+    TorchOps,
+    Weights,
+)
 from toolkit.facts.embedded import BLOCK
 from toolkit.pipeline.toolchain import compiler_path, instruction_set
 
@@ -184,6 +193,23 @@ def test_layers_in_one_call_equal_their_parts(
     assert (difference < 1e-5).float().mean() > 0.7
     assert difference.max() < (0.05 if kind in ("w8a8", "fp8") else 1e-5)
     assert (whole - x).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_tied_to_the_head_are_read_where_it_is_packed(
+    kernels: KernelOps, source: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Rows at both ends of blocks, one of which is not full, of an odd number of columns."""
+    table, tokens = torch.randn(130, 33).to(source), torch.tensor([0, 129, 64, 63, 128, 7, 7])
+    nothing = torch.zeros(0)
+    weights = Weights(table, torch.ones(33), Linear(table), (), nothing, nothing, 1e-6)
+    once = pack(weights, dtype)
+    assert once.embed is None
+    assert torch.equal(kernels.embedded(tokens, once).to(dtype), table[None, tokens].to(dtype))
+    twice = pack(replace(weights, lm_head=Linear(table.clone())), dtype)
+    assert twice.embed is not None
+    assert torch.equal(kernels.embedded(tokens, twice).to(dtype), table[None, tokens].to(dtype))
 
 
 def test_layers_refuse_tensors_of_more_layers_than_caches(kernels: KernelOps) -> None:

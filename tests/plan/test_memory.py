@@ -204,7 +204,8 @@ def test_the_embedded_engine_takes_what_the_plan_counts(
     weights, caches = prepare(
         shape, fuse(open_checkpoint(source)), dtype, 3, 1000, PREFILL_TOKENS, kv_dtype=kv_dtype
     )
-    packed = [weights.embed, weights.lm_head.weight]
+    assert (weights.embed is None) == tied
+    packed = [weights.lm_head.weight, *([] if weights.embed is None else [weights.embed])]
     for layer in weights.layers:
         packed += [getattr(layer, name).weight for name in ("qkv", "o", "gate_up", "down")]
     taken = sum(tensor.nbytes for tensor in packed)

@@ -291,12 +291,10 @@ def _embedded(
     is_packed = not on_gpu and engine.mode != "eager" and engine.dtype != "float64"
     items = []
     for role, shape in subject.shapes.items():
-        # Packed for the kernels, BF16 weights stay so, and the LM head is a copy of its own.
+        # Packed for the kernels, BF16 weights stay so.
         dtype = "bfloat16" if is_packed and shape.dtype == "bfloat16" else engine.dtype
-        size = weight_bytes(shape, _algo(subject, role), untied=is_packed, dtype=dtype)
+        size = weight_bytes(shape, _algo(subject, role), dtype=dtype)
         formula = f"{parameters_text(shape)}, linears {_algo(subject, role)}, the rest {dtype}"
-        if is_packed and shape.tie_word_embeddings:
-            formula += ", the tied head packed beside the embedding"
         items.append(MemoryItem(f"{role} weights", size, formula))
     kept = engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
     per_token = {

@@ -190,6 +190,12 @@ class KernelOps(Ops):
         self._linear, self._attention = operators.linear.default, operators.attention.default
         self._layers = operators.layers.default
 
+    def embedded(self, tokens: Tensor, weights: Weights) -> Tensor:
+        if weights.embed is not None:
+            return super().embedded(tokens, weights)
+        rows = weights.lm_head.weight[tokens // BLOCK, :, tokens % BLOCK]  # as in `pack_linear`
+        return rows.flatten(1)[None, :, : weights.norm.shape[-1]]
+
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return _as(x, self._linear(x.float().contiguous(), *_tensors(linear), linear.rows))
 
@@ -283,7 +289,8 @@ def pack(weights: Weights, dtype: torch.dtype) -> Weights:
     float32.
 
     A small tensor is a row [1, n] and not a vector, since inductor writes the values of vectors of
-    up to eight elements into the code.
+    up to eight elements into the code. Embeddings that are tied to the LM head are packed with it
+    and kept once: of a model of a billion parameters they are a fifth.
     """
 
     def row(tensor: Tensor | None) -> Tensor | None:
@@ -309,9 +316,11 @@ def pack(weights: Weights, dtype: torch.dtype) -> Weights:
             ),
         )
 
-    # A copy, so that nothing keeps the file of the weights mapped.
-    keeps_dtype = weights.embed.dtype in (torch.float32, torch.bfloat16)
-    embed = weights.embed.clone() if keeps_dtype else weights.embed.float()
+    embed: Tensor | None = None
+    if weights.embed is not None and weights.embed is not weights.lm_head.weight:
+        # A copy, so that nothing keeps the file of the weights mapped.
+        keeps_dtype = weights.embed.dtype in (torch.float32, torch.bfloat16)
+        embed = weights.embed.clone() if keeps_dtype else weights.embed.float()
     return replace(
         weights,
         embed=embed,

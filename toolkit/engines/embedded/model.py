@@ -98,7 +98,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    embed: Tensor  # [vocab, hidden]
+    """embed: None if kernels read the embeddings in the packed LM head, to which they are tied."""
+
+    embed: Tensor | None  # [vocab, hidden]
     norm: Tensor
     lm_head: Linear
     layers: tuple[Layer, ...]
@@ -154,6 +156,11 @@ class Ops(ABC):
     """The operations that may have kernels. `layers` consists of linear and attention; a kernel may
     compute it in one call.
     """
+
+    def embedded(self, tokens: Tensor, weights: Weights) -> Tensor:
+        """The embeddings [1, t, hidden] of the tokens [t]."""
+        assert weights.embed is not None
+        return F.embedding(tokens[None], weights.embed)
 
     @abstractmethod
     def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
@@ -247,7 +254,7 @@ def decode(
     float64 engine. A prompt needs only the logits of its last token, and the LM head takes a large
     part of a small model's time.
     """
-    hidden = F.embedding(tokens[None], weights.embed).to(dtype)  # [1, t, hidden]
+    hidden = ops.embedded(tokens, weights).to(dtype)
     hidden = ops.layers(hidden, weights.layers, caches, step)
     hidden = hidden[0].index_select(0, columns)
     return logits_of(hidden, weights.norm, weights.lm_head, weights.eps, ops)
