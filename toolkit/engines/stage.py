@@ -11,7 +11,7 @@ from toolkit.words import EngineKind
 
 __all__ = ["VERSION", "compile_engine", "fingerprint"]
 
-VERSION = 7
+VERSION = 8
 
 
 def compile_engine(
