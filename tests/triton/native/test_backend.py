@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from tests.soak.watch import tree
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import ServerError, StageError
 from toolkit.pipeline.toolchain import compiler_path
@@ -28,6 +29,7 @@ from toolkit.triton.tensors.contract import MODEL
 
 pytestmark = pytest.mark.skipif(compiler_path() is None, reason="needs a C++ compiler")
 ECHO = Path(__file__).with_name("echo_model.py")
+LEFT_BYTES, TRIES = 32_000_000, 3
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +164,34 @@ def test_texts_of_megabytes_go_both_ways(server: TritonServer) -> None:
     assert text(result) == "é" * 3_000_000
 
 
+def memory_of_tritonserver(server: TritonServer) -> int:
+    """Resident bytes that are its own."""
+    assert server.pid is not None
+    (process,) = (
+        Path("/proc", str(number))
+        for number in tree(server.pid)
+        if Path("/proc", str(number), "comm").read_text() == "tritonserver\n"
+    )
+    lines = (process / "smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
+
+
+def test_large_requests_leave_no_memory_behind(server: TritonServer) -> None:
+    """Neither on malloc's heaps nor in messages that Triton keeps: each of the two held 41 to 59 MB
+    of such requests, of 4 MB. Without them it is 1 to 20 MB, by what heaps hold at the time.
+    """
+    streamed(server, inputs({}))
+    before = memory_of_tritonserver(server)
+    large = inputs({"padding": "x" * 4_000_000})
+
+    def left() -> int:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda number: streamed(server, large), range(48)))
+        return memory_of_tritonserver(server) - before
+
+    assert any(left() < LEFT_BYTES for _ in range(TRIES))
+
+
 def test_an_error_ends_its_request_only(server: TritonServer) -> None:
     (error,) = streamed(server, inputs({"error": "[overloaded] not now"}))
     assert "[overloaded] not now" in str(error)
@@ -194,7 +224,7 @@ def test_a_client_that_hangs_up_is_seen(server: TritonServer) -> None:
     client = triton.InferenceServerClient(server.grpc_url)
     client.start_stream(lambda result, error: None)
     client.async_stream_infer(MODEL, inputs({"wait": True}))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 3
     while page(server).get(gauge) != 1.0 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert page(server)[gauge] == 1.0
@@ -244,7 +274,7 @@ def test_a_dead_model_answers_its_requests_and_ends_the_server(
     with TritonServer(repository(tmp_path / "echo", library)) as server:
         (error,) = streamed(server, inputs({"die": True}))
         assert "the model's process ended with exit code 9" in str(error)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 3
         with pytest.raises(ServerError, match="Python process of a model had died"):
             while time.monotonic() < deadline:
                 server.check()
