@@ -224,7 +224,7 @@ def test_a_client_that_hangs_up_is_seen(server: TritonServer) -> None:
     client = triton.InferenceServerClient(server.grpc_url)
     client.start_stream(lambda result, error: None)
     client.async_stream_infer(MODEL, inputs({"wait": True}))
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while page(server).get(gauge) != 1.0 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert page(server)[gauge] == 1.0
@@ -274,7 +274,7 @@ def test_a_dead_model_answers_its_requests_and_ends_the_server(
     with TritonServer(repository(tmp_path / "echo", library)) as server:
         (error,) = streamed(server, inputs({"die": True}))
         assert "the model's process ended with exit code 9" in str(error)
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 20
         with pytest.raises(ServerError, match="Python process of a model had died"):
             while time.monotonic() < deadline:
                 server.check()
