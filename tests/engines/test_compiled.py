@@ -26,6 +26,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import TOKENS, Export
 from tests.support.runtimes import make_request, make_runtime, serve_one
 from tests.support.step_engines import chained
+from toolkit.engines.embedded.backend import INT8_HEAD
 from toolkit.engines.embedded.compile import private_cache
 from toolkit.engines.embedded.directory import FORMAT
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
@@ -36,7 +37,7 @@ from toolkit.errors import BackendUnavailable, CheckpointError, StageError, Usag
 from toolkit.interfaces import Burst, Chain, EngineSpec
 from toolkit.pipeline.toolchain import compiler_path
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
-from toolkit.words import SamplingRule
+from toolkit.words import Role, SamplingRule
 
 needs_compiler = pytest.mark.skipif(compiler_path() is None, reason="no C++ compiler")
 
@@ -419,6 +420,37 @@ def test_int8_weights_stay_int8(
     # The package holds code: no weight is in it, whatever their number.
     assert quantized_engine.quant_algo == "W8A8_SQ_PER_CHANNEL"
     assert quantized_engine.kv_cache_quant_algo == "FP8"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("role", "mode", "is_rounded"),
+    [("draft", "compiled", True), ("draft", "eager", False), ("target", "compiled", False)],
+)
+def test_the_head_of_an_int8_draft_is_int8_where_it_is_compiled(
+    role: Role,
+    mode: str,
+    is_rounded: bool,
+    exported: Callable[[str], Export],
+    kernel_engine: Callable[..., EmbeddedEngine],
+    tmp_path: Path,
+) -> None:
+    """Rounding to 1/254 of a row's largest weight moves the logits by a few thousandths of what
+    they vary by.
+    """
+    from safetensors.torch import load_file
+
+    source = exported("llama_w8a8").path
+    built = build(source, tmp_path, role=role, mode=mode)
+    weights = load_file(tmp_path / "weights.safetensors")
+    assert (INT8_HEAD in built.notes) == is_rounded
+    assert ("lm_head.scale" in weights) == is_rounded
+    assert weights["embed.weight"].is_floating_point()
+    logits = loader("torch").load(tmp_path).forward([0, 1], TOKENS)
+    unrounded = kernel_engine(source, "float32").forward([0, 1], TOKENS)
+    moved = float((logits - unrounded).abs().median() / unrounded.std())
+    assert (1e-4 < moved < 1e-2) if is_rounded else moved < 1e-4
 
 
 @needs_compiler

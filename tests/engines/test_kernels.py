@@ -24,6 +24,7 @@ from toolkit.engines.embedded.kernels import (
     load_library,
     pack,
     pack_linear,
+    reading_order,
 )
 from toolkit.engines.embedded.model import (
     Attention,
@@ -210,6 +211,46 @@ def test_embeddings_tied_to_the_head_are_read_where_it_is_packed(
     twice = pack(replace(weights, lm_head=Linear(table.clone())), dtype)
     assert twice.embed is not None
     assert torch.equal(kernels.embedded(tokens, twice).to(dtype), table[None, tokens].to(dtype))
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_small_model_s_weights_lie_in_the_order_in_which_they_are_read(
+    is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the same numbers, each at the start of a cache line."""
+    how = Attention(2, 1, 8, 1e-5, None, None, None, None, None)
+    sizes = ((32, 24), (24, 16), (90, 24), (24, 45))
+    layers = tuple(
+        Layer(
+            torch.rand(24), torch.rand(24), *(random_linear("w8a8", *size) for size in sizes), how
+        )
+        for _ in range(2)
+    )
+    nothing = torch.zeros(0)
+    table = torch.randn(130, 24)
+    weights = Weights(
+        table, torch.rand(24), random_linear("w8a16", 130, 24), layers, nothing, nothing, 1e-6
+    )
+    if not is_small:
+        monkeypatch.setattr("toolkit.engines.embedded.kernels.SMALL_BYTES", 0)
+    packed = pack(weights, torch.float32)
+    order = list(reading_order(packed))
+    assert len(order) == 2 * (2 + 4 * 6) + 1 + 4
+    assert order[0] is packed.layers[0].input_norm
+    assert order[-1] is packed.lm_head.weight
+    together = len({part.untyped_storage().data_ptr() for part in order}) == 1
+    assert together == is_small
+    if is_small:
+        places = [part.data_ptr() for part in order]
+        assert all(place % 64 == 0 for place in places)
+        gaps = [
+            after - place - part.nbytes
+            for place, after, part in zip(places[:-1], places[1:], order[:-1], strict=True)
+        ]
+        assert 0 <= min(gaps) <= max(gaps) < 64
+    expected = pack_linear(layers[1].down, torch.float32)
+    assert torch.equal(packed.layers[1].down.weight, expected.weight)
+    assert torch.equal(packed.norm[0], weights.norm)
 
 
 def test_layers_refuse_tensors_of_more_layers_than_caches(kernels: KernelOps) -> None:

@@ -16,7 +16,7 @@ from toolkit.checkpoints.quantized import open_checkpoint
 from toolkit.checkpoints.reader import read_index
 from toolkit.checkpoints.shape import ModelShape, linear_params, parse_shape, read_shape
 from toolkit.engines.embedded.compile import prepare
-from toolkit.engines.embedded.weights import fuse
+from toolkit.engines.embedded.weights import fuse, int8_head
 from toolkit.facts.embedded import PREFILL_TOKENS, gains_from_gpu
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.models import CONFIGS
@@ -211,6 +211,24 @@ def test_the_embedded_engine_takes_what_the_plan_counts(
     taken = sum(tensor.nbytes for tensor in packed)
     assert items["target weights"] == pytest.approx(taken, rel=0.002)
     assert items["KV cache of the target"] == sum(k.nbytes + v.nbytes for k, v in caches)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plan_counts_the_int8_head_of_a_compiled_draft(tmp_path: Path, tied: bool) -> None:
+    """A tied one stands beside the embeddings then, and another one takes half of its bytes."""
+    source = write_checkpoint(tmp_path, tie_word_embeddings=tied, vocab_size=512, hidden_size=256)
+    shape, keys = read_shape(source), {"draft__quantization": {"quant_algo": "W8A16"}}
+
+    def draft_bytes(mode: str) -> int:
+        deployment = subject("torch", engine__mode=mode, engine__dtype="bfloat16", **keys)
+        planned = memory_of(replace(deployment, shapes={**deployment.shapes, "draft": shape}), HOST)
+        return {item.name: item.num_bytes for item in planned[0][-1].items}["draft weights"]
+
+    weights = fuse(open_checkpoint(source))
+    taken = {**weights, **int8_head(weights)}
+    more = sum(t.nbytes for t in taken.values()) - sum(t.nbytes for t in weights.values())
+    scales = 4 * shape.vocab_size
+    assert draft_bytes("auto") - draft_bytes("eager") == more - scales
 
 
 def quantize_items(**calibration: int) -> dict[str, int]:

@@ -4,13 +4,14 @@ which models gain from a GPU.
 
 from __future__ import annotations
 
-from toolkit.words import Device, QuantAlgo
+from toolkit.words import Device, QuantAlgo, Role
 
 __all__ = [
     "BLOCK",
     "LAUNCHES_PER_LAYER",
     "PREFILL_TOKENS",
     "gains_from_gpu",
+    "has_int8_head",
     "prefill_tokens",
     "slot_tokens",
 ]
@@ -38,6 +39,14 @@ def gains_from_gpu(layer_weights: int, quant_algo: QuantAlgo) -> bool:
     """
     num_bytes = layer_weights * (2 if quant_algo == "NO_QUANT" else 1)
     return num_bytes / CPU_BYTES_PER_S > LAUNCHES_PER_LAYER * LAUNCH_S
+
+
+def has_int8_head(role: Role, quant_algo: QuantAlgo | None) -> bool:
+    """Whether a compiled engine rounds its LM head to INT8, which ModelOpt leaves as it is. A
+    draft only proposes, so no text depends on it, and the head is much of what a small model reads
+    per token.
+    """
+    return role == "draft" and quant_algo in ("W8A8_SQ_PER_CHANNEL", "W8A16")
 
 
 def slot_tokens(max_seq_len: int, max_step_tokens: int = PREFILL_TOKENS) -> int:

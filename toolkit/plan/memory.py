@@ -19,7 +19,7 @@ from toolkit.config.schema import (
     TorchEngineConfig,
     VllmConfig,
 )
-from toolkit.facts.embedded import gains_from_gpu, prefill_tokens, slot_tokens
+from toolkit.facts.embedded import gains_from_gpu, has_int8_head, prefill_tokens, slot_tokens
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.vllm import CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS, default_batched_tokens
 from toolkit.plan.subject import Subject, can_split, max_num_tokens
@@ -293,8 +293,13 @@ def _embedded(
     for role, shape in subject.shapes.items():
         # Packed for the kernels, BF16 weights stay so.
         dtype = "bfloat16" if is_packed and shape.dtype == "bfloat16" else engine.dtype
-        size = weight_bytes(shape, _algo(subject, role), dtype=dtype)
-        formula = f"{parameters_text(shape)}, linears {_algo(subject, role)}, the rest {dtype}"
+        algo = _algo(subject, role)
+        size = weight_bytes(shape, algo, dtype=dtype)
+        formula = f"{parameters_text(shape)}, linears {algo}, the rest {dtype}"
+        if is_packed and has_int8_head(role, algo):
+            head = shape.vocab_size * shape.hidden_size
+            size += head if shape.tie_word_embeddings else head - head * DTYPE_BYTES[dtype]
+            formula += ", the LM head INT8"
         items.append(MemoryItem(f"{role} weights", size, formula))
     kept = engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
     per_token = {

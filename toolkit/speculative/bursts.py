@@ -29,7 +29,7 @@ from toolkit.speculative.acceptance import Numbers
 __all__ = ["MAX_NS", "BurstStep", "Bursts"]
 
 MAX_STEPS = 32
-MAX_NS = 8_000_000
+MAX_NS = 20_000_000
 END = 1 << 32  # written to the reader's eventfd to end it; a burst writes 1 for a step
 HEAD = 5  # numbers of a row before its drafts: see toolkit.interfaces.Burst
 

@@ -24,17 +24,24 @@ from toolkit.engines.embedded.directory import (
     write_config,
 )
 from toolkit.engines.embedded.engine import EmbeddedEngine, eager_engine, native_products
-from toolkit.engines.embedded.weights import fuse, load_weights, save_weights, unit_kv_scales
+from toolkit.engines.embedded.weights import (
+    fuse,
+    int8_head,
+    load_weights,
+    save_weights,
+    unit_kv_scales,
+)
 from toolkit.errors import BackendUnavailable, StageError
-from toolkit.facts.embedded import PREFILL_TOKENS
+from toolkit.facts.embedded import PREFILL_TOKENS, has_int8_head
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
 from toolkit.pipeline.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 from toolkit.words import BuiltMode, ComputeDtype, Device, Fp8Compute, KvDtype
 
-__all__ = ["TorchBackend"]
+__all__ = ["INT8_HEAD", "TorchBackend"]
 
 UNIT_SCALES = "the FP8 KV cache has scale 1 (engine.kv_cache_dtype); figures of quality are without"
+INT8_HEAD = "the LM head is INT8, too, since a draft only proposes"
 
 
 class TorchBackend:
@@ -61,6 +68,9 @@ class TorchBackend:
         if kv_dtype == "fp8" and not is_calibrated:
             weights |= unit_kv_scales(source.shape.num_layers)
             notes = (*notes, UNIT_SCALES)
+        if mode == "compiled" and has_int8_head(spec.role, source.quantization.quant_algo):
+            weights |= int8_head(weights)
+            notes = (*notes, INT8_HEAD)
         save_weights(weights, out_dir / WEIGHTS)
         weights = load_weights(out_dir / WEIGHTS)  # mapped: compiling holds packed ones beside them
         copy_side_files(checkpoint.path, out_dir)

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from toolkit.engines.embedded.kernels import (
     load_library,
     pack,
 )
-from toolkit.engines.embedded.model import Step, Weights, build, decode
+from toolkit.engines.embedded.model import Step, Weights, build, decode, mapped
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.errors import StageError
 from toolkit.facts.embedded import slot_tokens
@@ -157,6 +157,7 @@ class Decoder(torch.nn.Module):
             for i, pair in enumerate(caches)
             for part, tensor in zip(("keys", "values"), pair, strict=True)
         }
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
             self.register_buffer(name, tensor)
 
@@ -165,7 +166,7 @@ class Decoder(torch.nn.Module):
     ) -> Tensor:
         """A `Runner`: see engine.py."""
         buffers = dict(self.named_buffers())
-        weights: Weights = _rebuilt(self._weights, "w", buffers)
+        weights: Weights = mapped(self._weights, lambda tensor: buffers[self._names[id(tensor)]])
         caches = [
             (buffers[f"keys_{i}"], buffers[f"values_{i}"]) for i in range(len(weights.layers))
         ]
@@ -183,23 +184,6 @@ def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif is_dataclass(node):
         for field in fields(node):
             yield from _tensors(getattr(node, field.name), f"{name}_{field.name}")
-
-
-def _rebuilt(node: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """A copy of the tree, in which the tensors with the same names replace the old ones."""
-    if isinstance(node, torch.Tensor):
-        return tensors[name]
-    if isinstance(node, tuple):
-        return tuple(_rebuilt(child, f"{name}_{i}", tensors) for i, child in enumerate(node))
-    if is_dataclass(node) and not isinstance(node, type):
-        return replace(
-            node,
-            **{
-                field.name: _rebuilt(getattr(node, field.name), f"{name}_{field.name}", tensors)
-                for field in fields(node)
-            },
-        )
-    return node
 
 
 @contextlib.contextmanager

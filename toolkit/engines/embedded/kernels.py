@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.engines.embedded.engine import unused_zeros
-from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, Weights
+from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, Weights, mapped
 from toolkit.errors import StageError
 from toolkit.facts.embedded import BLOCK
 from toolkit.pipeline.toolchain import compiler_path, compiler_version, instruction_set
@@ -40,6 +40,7 @@ __all__ = [
     "namespace",
     "pack",
     "pack_linear",
+    "reading_order",
     "source_digest",
 ]
 
@@ -55,6 +56,8 @@ FLAGS = (
 )
 NATIVE = "native"  # the processor for which the library is compiled: GCC's -march
 LANES = 16
+LINE_BYTES = 64  # of a cache
+SMALL_BYTES = 32 << 20  # of packed weights that are put side by side
 _building = threading.Lock()
 _loaded: set[str] = set()
 
@@ -321,13 +324,58 @@ def pack(weights: Weights, dtype: torch.dtype) -> Weights:
         # A copy, so that nothing keeps the file of the weights mapped.
         keeps_dtype = weights.embed.dtype in (torch.float32, torch.bfloat16)
         embed = weights.embed.clone() if keeps_dtype else weights.embed.float()
-    return replace(
-        weights,
-        embed=embed,
-        norm=_row(weights.norm),
-        lm_head=pack_linear(weights.lm_head, dtype),
-        layers=tuple(pack_layer(layer) for layer in weights.layers),
+    return _side_by_side(
+        replace(
+            weights,
+            embed=embed,
+            norm=_row(weights.norm),
+            lm_head=pack_linear(weights.lm_head, dtype),
+            layers=tuple(pack_layer(layer) for layer in weights.layers),
+        )
     )
+
+
+def _side_by_side(weights: Weights) -> Weights:
+    """The same weights, those of a small model in one piece of memory, in the order in which a
+    forward reads them.
+
+    The kernels fetch weights ahead, beyond the end of a linear. So the next one's are on their way
+    when it begins. A linear of a few tens of kilobytes would have spent a good part of its time on
+    waiting for its first ones; of a large model it is nothing, and a copy would take long.
+    """
+    order = list(reading_order(weights))
+    sizes = [-(-part.nbytes // LINE_BYTES) * LINE_BYTES for part in order]
+    if sum(sizes) > SMALL_BYTES:
+        return weights
+    memory = torch.empty(sum(sizes) + LINE_BYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % LINE_BYTES
+    places: dict[int, Tensor] = {}
+    for part, size in zip(order, sizes, strict=True):
+        place = memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+        places[id(part)] = place.copy_(part)
+        begin += size
+    moved: Weights = mapped(weights, lambda part: places.get(id(part), part))
+    return moved
+
+
+def reading_order(weights: Weights) -> Iterator[Tensor]:
+    """Of each linear the small tensors come first, since its first block needs them."""
+
+    def of(linear: Linear) -> Iterator[Tensor]:
+        weight, *small = _tensors(linear)
+        yield from (part for part in small if part is not None)
+        assert weight is not None
+        yield weight
+
+    for layer in weights.layers:
+        yield layer.input_norm
+        yield from of(layer.qkv)
+        yield from of(layer.o)
+        yield layer.post_norm
+        yield from of(layer.gate_up)
+        yield from of(layer.down)
+    yield weights.norm
+    yield from of(weights.lm_head)
 
 
 def pack_linear(linear: Linear, dtype: torch.dtype) -> Linear:

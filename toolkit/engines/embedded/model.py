@@ -10,9 +10,9 @@ written in place: [slots, kv_heads, capacity, head_dim].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ __all__ = [
     "build_layer",
     "decode",
     "logits_of",
+    "mapped",
     "rms_norm",
 ]
 
@@ -208,8 +209,8 @@ def build(shape: ModelShape, tensors: dict[str, Tensor], tables: tuple[Tensor, T
 
 
 def build_head(shape: ModelShape, tensors: dict[str, Tensor]) -> Linear:
-    """The LM head; tied, it is the embedding."""
-    if shape.tie_word_embeddings:
+    """The LM head; tied, it is the embedding, unless there is one in INT8."""
+    if shape.tie_word_embeddings and "lm_head.weight" not in tensors:
         return Linear(tensors["embed.weight"])
     return _linear(tensors, "lm_head")
 
@@ -266,6 +267,18 @@ def logits_of(hidden: Tensor, norm: Tensor, lm_head: Linear, eps: float, ops: Op
     """
     logits = ops.linear(rms_norm(hidden, norm, eps), lm_head)
     return logits.to(_wide(hidden.dtype))
+
+
+def mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a tree of dataclasses and tuples, with function(tensor) for every tensor."""
+    if isinstance(node, torch.Tensor):
+        return function(node)
+    if isinstance(node, tuple):
+        return tuple(mapped(child, function) for child in node)
+    if is_dataclass(node) and not isinstance(node, type):
+        parts = {field.name: mapped(getattr(node, field.name), function) for field in fields(node)}
+        return replace(node, **parts)
+    return node
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,7 +4,8 @@ q, k and v become one linear, gate and up another, so that there are fewer and l
 and FP8 codes stay one byte each, so the file is as small as the checkpoint. The names in
 `weights.safetensors` are:
 
-    embed.weight  norm.weight  lm_head.weight (absent when tied)
+    embed.weight  norm.weight
+    lm_head.{weight,scale}      absent where tied, unless it is rounded to INT8 (`int8_head`)
     layers.{i}.{input_norm,post_norm,q_norm,k_norm}.weight
     layers.{i}.{qkv,o,gate_up,down}.{weight,scale,input_scale,pre_scale,bias}
         scale float32 [out]; input_scale float32 []
@@ -30,6 +31,7 @@ __all__ = [
     "fuse",
     "fuse_layer",
     "fuse_outside",
+    "int8_head",
     "load_weights",
     "save_weights",
     "unit_kv_scales",
@@ -41,6 +43,9 @@ FUSED = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+
+HEAD_ROWS = 8192  # converted at a time
+TINY = 1e-30  # instead of the scale of a row of zeros
 
 
 def fuse(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -85,6 +90,19 @@ def fuse_layer(checkpoint: Checkpoint, i: int) -> dict[str, Tensor]:
         weights[f"{layer}.k_scale"] = torch.tensor(key)
         weights[f"{layer}.v_scale"] = torch.tensor(value)
     return weights
+
+
+def int8_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The LM head of these weights, tied or not, as INT8 codes with a scale for each row."""
+    head = weights.get("lm_head.weight", weights["embed.weight"])
+    codes = torch.empty(head.shape, dtype=torch.int8)
+    scale = torch.empty(len(head))
+    for start in range(0, len(head), HEAD_ROWS):  # not all of it in float32 at once
+        rows = slice(start, start + HEAD_ROWS)
+        part = head[rows].float()
+        scale[rows] = part.abs().amax(1).clamp_min(TINY) / 127
+        codes[rows] = (part / scale[rows, None]).round().to(torch.int8)
+    return {"lm_head.weight": codes, "lm_head.scale": scale}
 
 
 def unit_kv_scales(num_layers: int) -> dict[str, Tensor]:
