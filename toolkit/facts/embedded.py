@@ -43,8 +43,8 @@ def gains_from_gpu(layer_weights: int, quant_algo: QuantAlgo) -> bool:
 
 def has_int8_head(role: Role, quant_algo: QuantAlgo | None) -> bool:
     """Whether a compiled engine rounds its LM head to INT8, which ModelOpt leaves as it is. A
-    draft only proposes, so no text depends on it, and the head is much of what a small model reads
-    per token.
+    draft only proposes, so the target's distribution does not depend on it, and the head is much
+    of what a small model reads per token.
     """
     return role == "draft" and quant_algo in ("W8A8_SQ_PER_CHANNEL", "W8A16")
 

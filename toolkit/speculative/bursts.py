@@ -6,10 +6,11 @@ waiting for memory that the forward has taken out of the caches. In a burst the 
 once (`BurstingEngine`), and a second thread, the reader, takes what each step gave while the next
 one runs. So an event is on its way as soon as its tokens are known, as without bursts.
 
-A burst is short, so that requests that join, are cancelled or have a deadline do not wait: it ends
-after MAX_NS, or at the next step if it is interrupted. What ends it is decided by its steps, so the
-texts are the same. So are those of sampled requests: the engine draws with the numbers that the
-request's rule would have drawn with, and leaves a step to the rule where rounding would decide it.
+A request that joins or is cancelled does not wait, since it interrupts the burst, which ends at its
+next step; nor does a deadline wait for long, since a burst ends after MAX_NS. What ends it is
+decided by its steps, so the texts are the same. So are those of sampled requests: the engine draws
+with the numbers that the request's rule would have drawn with, and leaves a step to the rule where
+rounding would decide it.
 """
 
 from __future__ import annotations
