@@ -160,21 +160,23 @@ def test_claims_are_seen_by_other_processes() -> None:
     assert not claimed_cores() & CORES
 
 
+# The claims have names of their own, so that servers which run meanwhile do not take part.
 VISIT = """
-import os, sys, threading
+import os, re, threading
+from toolkit.process import placement as module
 from toolkit.process.placement import Visitor, claim_cores, off_claimed_cores
+mine = f"toolkit-visit-{os.getpid()}-core-"
+module.NAME = f"\\0{mine}{{core}}"
+module.LISTED_NAME = re.compile(rf"@{mine}(\\d+)$", re.MULTILINE)
 allowed, ready, done = os.sched_getaffinity(0), threading.Event(), threading.Event()
-other = threading.Thread(target=lambda: (ready.set(), done.wait()))
+other = threading.Thread(target=lambda: (ready.set(), done.wait()), daemon=True)
 other.start(); ready.wait()
 def cores():
     return [os.sched_getaffinity(task) for task in (0, other.native_id)]
 visitor = Visitor()
 visitor.move()
 assert cores() == [allowed] * 2, cores()
-core = max(allowed)
 placement = claim_cores(1, allowed)
-if placement is None:
-    done.set(); sys.exit("claimed")
 core = min(placement.computing)
 visitor.move()
 assert cores() == [allowed - {core}] * 2, cores()
@@ -200,8 +202,6 @@ done.set()
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_visitor_leaves_the_cores_that_are_claimed_and_comes_back() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", VISIT], capture_output=True, text=True, check=False
+        [sys.executable, "-c", VISIT], capture_output=True, text=True, check=False, timeout=60
     )
-    if "claimed" in done.stderr.splitlines()[-1:]:
-        pytest.skip("a server on this machine has claimed the cores")
     assert done.returncode == 0, done.stderr
