@@ -17,8 +17,9 @@ quickstart: $(STAMP)
 
 # Files go to two processes whole, so that what a file shares between its tests is made once. vLLM
 # wants both cores for itself: its tests run after the others, in one process, or skip with the reason.
+# A worker that dies, as one whose test stands still does, ends the run, since its file would begin anew.
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not vllm"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 -m "not vllm"
 	$(BIN)/python -m pytest -m vllm
 
 check: $(STAMP)

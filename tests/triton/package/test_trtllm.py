@@ -366,6 +366,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
             server = running.enter_context(TritonServer(repository))
         client = running.enter_context(Client(server.grpc_url, timeout_s=30))
         client.generate("x", max_tokens=1)  # Triton opens its page after it is ready
+        # Tests count what is new, so this one has to be on the page before they begin.
+        wait_for(counted(server, 'toolkit_requests{model="tensorrt_llm",outcome="length"}'), 1)
         yield server
 
 
