@@ -12,7 +12,7 @@ before and once after the served ones. Good: speculative / plain >= 1 and served
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
 the highest load has, under the name loads-NAME; another build of the same takes a second. The
 quickstart streams a chunk per step; `--set triton.stream_interval_ms=10` is what servers do by
-default.
+default. `--set speculation.adaptive.enabled=true` lets draft lengths follow acceptance and load.
 """
 
 from __future__ import annotations
@@ -106,12 +106,15 @@ def in_process(
 ) -> None:
     """Add the tokens/s of each load and arm, in turns, to what was found."""
     engines = ROOT / "engines" / config.name
+    speculation = config.speculation
     runtime = load_runtime(
         engines / "target",
         engines / "draft",
         threads=config.engine.threads,
-        max_draft_len=config.speculation.max_draft_len,
+        max_draft_len=speculation.max_draft_len,
         max_queue_size=asked.requests,
+        draft_len_schedule=list(speculation.draft_len_by_load.items()),
+        adaptive=speculation.adaptive_settings,
     )
     assert config.validation is not None
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
