@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.speculative.adaptive import (
+    AWAIT_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
     IDLE_DECISIONS,
@@ -308,9 +309,18 @@ def test_one_row_more_or_less_among_many_keeps_the_lengths() -> None:
     decider.choose([Adaptation(900.0, 1000.0) for _ in range(16)])
     assert decider.keeps(17)
     assert decider.keeps(14)
-    assert not decider.keeps(13)
+    assert not decider.keeps(19)
+
+
+def test_a_request_that_ends_is_given_time_for_another_to_follow() -> None:
+    """Each of the two changes would be a decision, and together they are no change."""
+    decider = controller(Costs(per_row=0.05))
     decider.choose([Adaptation(900.0, 1000.0) for _ in range(4)])
-    assert not decider.keeps(3)
+    assert decider.keeps(3)
+    assert decider.keeps(4)
+    assert not decider.keeps(5)
+    decider.choose([Adaptation(900.0, 1000.0) for _ in range(4)])
+    assert [decider.keeps(3) for _ in range(AWAIT_STEPS + 1)] == [*[True] * AWAIT_STEPS, False]
 
 
 def test_who_joins_gets_what_the_last_decision_would_have_given() -> None:

@@ -54,6 +54,8 @@ SWITCH_GAIN, END_GAIN = 0.015, 0.05
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 32
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
+# A request that ends is often followed by another, and then nothing has changed: so many steps.
+AWAIT_STEPS = 3
 # While no estimate has moved by so much, a decision stands, so many times.
 CHANCE_THAT_MATTERS, MOST_CONFIRMATIONS = 0.02, 4
 PROBE_TOKENS = 12  # that one probe compares, at most
@@ -166,6 +168,7 @@ class Controller:
     _finished: int = 0
     _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
     _steps_until_decision: int = 0
+    _steps_at_lower_load: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most, which is a probe of all rows.
@@ -311,8 +314,11 @@ class Controller:
         self._steps_until_decision -= 1
         self._steps_until_probe -= 1
         self._saved_ns = min(self._saved_ns + self._income_ns, self._purse_ns)
-        is_same_load = abs(rows - self._rows) <= ROWS_THAT_MATTER * self._rows
-        return self._steps_until_decision > 0 and is_same_load
+        more = rows - self._rows
+        self._steps_at_lower_load = self._steps_at_lower_load + 1 if more < 0 else 0
+        is_same_load = abs(more) <= ROWS_THAT_MATTER * self._rows
+        is_awaited = 0 < self._steps_at_lower_load <= AWAIT_STEPS
+        return self._steps_until_decision > 0 and (is_same_load or is_awaited)
 
     def may_probe(self) -> bool:
         """Whether a probe can be due in this step. Only then rows have to be looked at. It may
