@@ -123,7 +123,8 @@ class MeasuredRuntime:
     ) -> StepTimes:
         """Times of `steps` steps with all prompts in one batch, after one step that is not counted.
 
-        EOS is ignored, so that no request ends meanwhile.
+        EOS is ignored, so that no request ends meanwhile. A request alone may be stepped by the
+        engine in bursts (toolkit.speculative.bursts): of a burst each step has an equal share.
         """
         from toolkit.advise.cost import StepTimes
 
@@ -141,25 +142,41 @@ class MeasuredRuntime:
                 )
                 runtime.submit(request, lambda event: begun.add(event.request_id))
             while len(begun) < len(prompts):
-                draft, verify, host, outside = self._timed_step(runtime)
+                timed, outside = self._timed_step(runtime)
                 prefill_ns += outside
-            for _ in range(steps + 1):
-                draft, verify, host, outside = self._timed_step(runtime)
-                parts.append((draft, verify, host + outside))
-        draft_ns, verify_ns, host_ns = zip(*parts, strict=True)
-        return StepTimes(draft_ns[1:], verify_ns[1:], host_ns[1:], (prefill_ns // len(prompts),))
+                if len(prompts) == 1:  # a burst may have begun, and use the room up
+                    parts += timed
+            while len(parts) <= steps and runtime.counters().active == len(prompts):
+                timed, outside = self._timed_step(runtime)
+                parts += [
+                    (draft, verify, host + outside // len(timed)) for draft, verify, host in timed
+                ]
+        counted = parts[1 : steps + 1]
+        if len(counted) < min(steps, 1):
+            raise StageError(
+                "tune",
+                f"a prompt leaves too little room to time a step in the context of"
+                f" {self._target.max_seq_len} tokens",
+                hint="Raise engine.max_seq_len, or shorten the prompts.",
+            )
+        draft_ns, verify_ns, host_ns = (tuple(step[part] for step in counted) for part in range(3))
+        return StepTimes(draft_ns, verify_ns, host_ns, (prefill_ns // len(prompts),))
 
     @staticmethod
-    def _timed_step(runtime: SpeculativeRuntime) -> tuple[int, int, int, int]:
-        """Nanoseconds of one step: (draft, verify, host, everything else)."""
+    def _timed_step(runtime: SpeculativeRuntime) -> tuple[list[tuple[int, int, int]], int]:
+        """Take a step, or a burst of them. Returns nanoseconds (draft, verify, host) of each, and
+        of everything else together.
+        """
         before, began = runtime.counters(), time.monotonic_ns()
         runtime.step()
         wall, after = time.monotonic_ns() - began, runtime.counters()
-        parts = [
+        draft, verify, host = (
             getattr(after, name) - getattr(before, name)
             for name in ("draft_ns", "verify_ns", "host_ns")
-        ]
-        return parts[0], parts[1], parts[2], wall - sum(parts)
+        )
+        count = after.steps - before.steps
+        shares = [(draft // count, verify // count, host // count)] * count if count else []
+        return shares, wall - draft - verify - host
 
     def _runtime(
         self,
