@@ -299,15 +299,17 @@ class Burst:
     """Verify steps of one sequence that an engine takes by itself.
 
     slot: the sequence's, in both engines. unread: its last tokens, from the first that the draft
-    has not read; the target has read all but the last one. draft_len: tokens to draft in a step; 0:
-    plain steps. room: output tokens that are left. end_ids: tokens that end it. max_ns: no step
-    begins later than this after the first.
+    has not read; the target has read all but the last one. draft_len: tokens to draft in a step, at
+    most; 0: plain steps. room: output tokens that are left. end_ids: tokens that end it. max_ns: no
+    step begins later than this after the first.
 
-    steps [most, draft_len + 6] int64 gets a row for each step: drafted tokens, accepted ones, ns in
-    the draft, ns in the target, the monotonic time at which its tokens were known, the drafts, and
-    the target's own token, -1 if its logits are not finite. Numbers behind these are undefined.
-    flags [2] int64: another thread sets the first to stop the burst before its next step; the
-    second counts the rows. event_fd: an eventfd that is written to after each row; -1: none.
+    steps [most, draft_len + 7] int64 gets a row for each step: tokens to draft, drafted ones,
+    accepted ones, ns in the draft, ns in the target, the monotonic time at which its tokens were
+    known, the drafts, and the target's own token, -1 if its logits are not finite. Numbers behind
+    these are undefined. flags [3] int64: another thread sets the first to stop the burst before its
+    next step; the second counts the rows; the third is how many tokens the next step is to draft,
+    from 1 to draft_len, which another thread may change. event_fd: an eventfd that is written to
+    after each row; -1: none.
 
     sampling: temperature 0 for the most likely tokens; seed and penalties do not count. Above 0,
     speculative sampling with uniforms [n] float64 in [0, 1): for each step one for each token to
@@ -341,7 +343,7 @@ class BurstingEngine(Protocol):
     def burst(self, draft: StepEngine | None, burst: Burst) -> tuple[int, bool]:
         """Take steps until something ends them: an end token, no room, the time, the flag, all rows
         filled, no more numbers to draw with, or logits of either engine that are not finite, behind
-        which a step has fewer drafts than draft_len allows, or the token -1. The slot then has all
+        which a step has fewer drafts than it was to have, or the token -1. The slot then has all
         tokens but the last one in the target, and in the draft those that it has read.
 
         Returns the number of steps, and whether it ended before a step whose tokens depend on how

@@ -238,19 +238,21 @@ def run_burst(
     prompt: list[int],
     **settings: Any,
 ) -> list[list[int]]:
-    """The rows of a burst behind a prompt, each as [drafted, accepted, drafts..., token]."""
+    """The rows of a burst behind a prompt, each as [drafted, accepted, drafts..., token]. asked:
+    how many tokens a step is to draft; as many as it may, if that is not stated.
+    """
     for engine in (target, draft):
         if engine is not None:
             engine.rewind([0], [0])
     target.forward([0], torch.tensor([prompt[:-1]]))
-    steps = torch.zeros((settings.pop("most", 40), 10), dtype=torch.int64)
+    steps = torch.zeros((settings.pop("most", 40), 11), dtype=torch.int64)
     unread = prompt if draft is not None else prompt[-1:]
     defaults = {"draft_len": 0 if draft is None else 4, "room": 30, "end_ids": (), "max_ns": 10**12}
-    flags = torch.zeros(2, dtype=torch.int64)
+    flags = torch.tensor([0, 0, settings.pop("asked", 4)])
     burst = Burst(0, unread, **{**defaults, **settings}, steps=steps, flags=flags)
     count, _ = target.burst(draft, burst)
     assert flags[1] == count
-    rows = [[*row[:2], *row[5 : 6 + row[0]]] for row in steps[:count].tolist()]
+    rows = [[*row[1:3], *row[6 : 7 + row[1]]] for row in steps[:count].tolist()]
     tokens = [token for row in rows for token in [*row[2 : 2 + row[1]], row[-1]]]
     assert target.length(0) == len(prompt) + len(tokens) - 1
     if draft is not None and rows:
@@ -282,6 +284,8 @@ def test_a_burst_takes_the_steps_of_single_forwards(
     # A draft that is the target: all is accepted, but where there is no more room.
     rows = run_burst(loaded, same, prompt)
     assert [row[:2] for row in rows] == [[4, 4]] * 6
+    rows = run_burst(loaded, same, prompt, asked=2)
+    assert [row[:2] for row in rows] == [[2, 2]] * 10 and tokens_of(rows) == expected
 
 
 @needs_compiler
@@ -305,7 +309,7 @@ def test_a_burst_ends_where_it_has_to(
         run_burst(loaded, None, prompt, room=200)
     loaded.rewind([0], [0])
     loaded.forward([0], torch.tensor([prompt[:-1]]))
-    steps, flags = torch.zeros((4, 6), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    steps, flags = torch.zeros((4, 7), dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     burst = Burst(0, prompt[-1:], 0, 9, (), 10**12, steps, flags)
     flags[0] = 1
     assert loaded.burst(None, burst) == (0, False)
@@ -313,7 +317,7 @@ def test_a_burst_ends_where_it_has_to(
     for cache in loaded._caches:
         cache[0, :, 2] = 0x7F  # FP8's NaN
     assert loaded.burst(None, burst) == (1, False)
-    assert steps[0, 5] == -1
+    assert steps[0, 6] == -1
 
 
 @needs_compiler

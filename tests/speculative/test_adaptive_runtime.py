@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +22,11 @@ from tests.support.runtimes import (
 )
 from tests.support.step_engines import BurstingTableEngine, TableEngine
 from toolkit.interfaces import GenerationRequest, TokenEvent
-from toolkit.speculative.adaptive import AdaptiveSettings
+from toolkit.speculative.adaptive import AdaptiveSettings, Controller
 from toolkit.speculative.bursts import MAX_STEPS
 from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
+from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.runtime import SpeculativeRuntime
 
 ADAPTIVE = AdaptiveSettings(probe_every_tokens=4)
@@ -160,6 +163,35 @@ def test_decisions_that_change_nothing_end_no_burst() -> None:
     runtime.close()
     assert stats.draft_len_changes <= 2
     assert target.bursts.count(MAX_STEPS) >= 2
+
+
+def test_another_length_ends_no_burst() -> None:
+    """Only that drafts end or begin does, since the draft's cache then falls behind."""
+    target = BurstingTableEngine(1, max_seq_len=1024)
+    runtime = adaptive(target, TableEngine(1, max_seq_len=1024))
+    assert runtime._bursts is not None
+    target.before_step = lambda step: runtime._bursts.take_known()
+    lengths = itertools.cycle([3, 1, 2])
+    drafted: list[int] = []
+
+    def choose(rows: list[Sequence]) -> None:
+        for row in rows:
+            row.adaptation.draft_len = next(lengths)
+
+    def noted(rows: int, drafting: list[int], *rest: object) -> None:
+        drafted.append(len(drafting))
+
+    runtime._choose_draft_lens = choose  # type: ignore[method-assign]
+    with (
+        mock.patch.object(Controller, "keeps", lambda self, rows: False),
+        mock.patch.object(type(runtime._costs), "note_step", side_effect=noted),
+    ):
+        outcome = serve_one(runtime, make_request(PROMPTS[3], 400))
+    runtime.close()
+    plain = serve_one(make_runtime(engine(1, max_seq_len=1024)), make_request(PROMPTS[3], 400))
+    assert outcome.ids == plain.ids
+    assert target.bursts.count(MAX_STEPS) >= 3
+    assert drafted[:9] in ([3, 1, 2] * 3, [1, 2, 3] * 3, [2, 3, 1] * 3)
 
 
 class FadingDraft(TableEngine):

@@ -220,7 +220,14 @@ def test_a_reader_that_comes_late_takes_no_step_of_the_burst_before() -> None:
 
     def run(tokens: list[int], room: int) -> None:
         bursts.run(
-            0, [0], 0, room, (), Numbers(Sampling()), lambda step: tokens.append(step.token) or True
+            0,
+            [0],
+            0,
+            0,
+            room,
+            (),
+            Numbers(Sampling()),
+            lambda step: tokens.append(step.token) or True,
         )
 
     run(first, 5)

@@ -195,7 +195,8 @@ class BurstingTableEngine(TableEngine):
             self.before_step(count)
             if burst.flags[0]:
                 break
-            wanted = min(burst.draft_len, room - 1) if draft is not None else 0
+            most = min(burst.draft_len, int(burst.flags[2]))
+            wanted = min(most, room - 1) if draft is not None else 0
             if burst.uniforms is not None and len(uniforms) < 2 * wanted + 1:
                 break
             if races is not None and len(races) < wanted + 1:
@@ -228,7 +229,7 @@ class BurstingTableEngine(TableEngine):
                 noise = 1.0 if races is None else races[: len(rows)]
                 accepted, token = match(drafts, (rows * noise).argmax(-1).tolist().__getitem__)
                 races = None if races is None else races[accepted + 1 :]
-            numbers = [len(drafts), accepted, 1, 2, time.monotonic_ns(), *drafts, token]
+            numbers = [wanted, len(drafts), accepted, 1, 2, time.monotonic_ns(), *drafts, token]
             burst.steps[count, : len(numbers)] = torch.tensor(numbers)
             read = self.length(burst.slot) - len(drafts) + accepted
             self.rewind([burst.slot], [read])

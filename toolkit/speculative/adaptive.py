@@ -61,7 +61,7 @@ CHANCE_THAT_MATTERS, MOST_CONFIRMATIONS = 0.02, 4
 PROBE_TOKENS = 12  # that one probe compares, at most
 FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
 PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while nothing was seen
-PROBE_SHARE = 0.01  # of the time of plain decoding, at most
+PROBE_SHARE = 0.005  # of the time of plain decoding, at most
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.

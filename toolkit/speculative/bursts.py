@@ -32,16 +32,20 @@ __all__ = ["MAX_NS", "BurstStep", "Bursts"]
 MAX_STEPS = 32
 MAX_NS = 20_000_000
 END = 1 << 32  # written to the reader's eventfd to end it; a burst writes 1 for a step
-HEAD = 5  # numbers of a row before its drafts: see toolkit.interfaces.Burst
+HEAD = 6  # numbers of a row before its drafts: see toolkit.interfaces.Burst
+STOP, DONE, DRAFT_LEN = range(3)  # the flags
 
 
 class BurstStep:
-    """What one step gave. token: the target's own, NOT_FINITE if there is none."""
+    """What one step gave. wanted: tokens that it was to draft. token: the target's own, NOT_FINITE
+    if there is none.
+    """
 
-    __slots__ = ("accepted", "draft_ns", "drafts", "now_ns", "token", "verify_ns")
+    __slots__ = ("accepted", "draft_ns", "drafts", "now_ns", "token", "verify_ns", "wanted")
 
     def __init__(self, row: list[int]) -> None:
-        drafted, self.accepted, self.draft_ns, self.verify_ns, self.now_ns = row[:HEAD]
+        self.wanted, drafted, self.accepted = row[:3]
+        self.draft_ns, self.verify_ns, self.now_ns = row[3:HEAD]
         self.drafts = row[HEAD : HEAD + drafted]
         self.token = row[HEAD + drafted]
 
@@ -58,7 +62,7 @@ class Bursts:
     ) -> None:
         self._target, self._draft = target, draft
         self._steps = torch.zeros((MAX_STEPS, max_draft_len + HEAD + 1), dtype=torch.int64)
-        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._flags = torch.zeros(3, dtype=torch.int64)
         self._rows, self._state = self._steps.numpy(), self._flags.numpy()
         self._reading = threading.Lock()  # guards the two below
         self._take: Callable[[BurstStep], bool] | None = None
@@ -78,28 +82,36 @@ class Bursts:
 
     def interrupt(self) -> None:
         """End the burst that runs before its next step. From any thread."""
-        self._state[0] = 1
+        self._state[STOP] = 1
+
+    def set_draft_len(self, draft_len: int) -> None:
+        """From the next step on, the burst that runs drafts so many tokens, 1 or more, up to those
+        that it may draft. From any thread.
+        """
+        self._state[DRAFT_LEN] = draft_len
 
     def allow(self) -> None:
         """Forget interruptions. Call it before looking for a reason not to begin a burst."""
-        self._state[0] = 0
+        self._state[STOP] = 0
 
     def run(
         self,
         slot: int,
         unread: list[int],
         draft_len: int,
+        longest: int,
         room: int,
         end_ids: tuple[int, ...],
         numbers: Numbers,
         take: Callable[[BurstStep], bool],
     ) -> bool:
-        """Run a burst, whose arguments are those of `Burst`. take: is given each step, in order, by
-        one thread at a time, while later steps may run; it returns whether the sequence goes on,
-        and is not called again if not. Returns whether the next step is the caller's.
+        """Run a burst, whose arguments are those of `Burst`. draft_len: tokens to draft at first;
+        `set_draft_len` may change it, up to `longest`. take: is given each step, in order, by one
+        thread at a time, while later steps may run; it returns whether the sequence goes on, and is
+        not called again if not. Returns whether the next step is the caller's.
         """
         with self._reading:
-            self._state[1] = 0
+            self._state[DONE], self._state[DRAFT_LEN] = 0, draft_len
             self._take, self._taken = take, 0
         try:
             draft = self._draft if draft_len else None
@@ -109,7 +121,7 @@ class Bursts:
                 Burst(
                     slot,
                     unread,
-                    draft_len,
+                    longest if draft_len else 0,
                     room,
                     end_ids,
                     MAX_NS,
@@ -135,7 +147,7 @@ class Bursts:
     def take_known(self) -> None:
         """Take the steps that are known."""
         with self._reading:  # before the count is read, which may be that of an earlier burst
-            count = int(self._state[1])
+            count = int(self._state[DONE])
             while self._take is not None and self._taken < count:
                 row = self._rows[self._taken].tolist()
                 self._taken += 1

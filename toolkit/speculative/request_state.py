@@ -89,12 +89,16 @@ class Sequence:
         """How many tokens to draft in this step. A step adds one token more than it accepts, and
         tokens beyond max_tokens are of no use.
         """
-        if self.draft_failed:
-            return 0
-        room = min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
+        room = self.longest_draft()
         if self.adaptation is None or self.adaptation.draft_len is None:
             return room
         return min(room, self.adaptation.draft_len)
+
+    def longest_draft(self) -> int:
+        """What draft_room() may be in this step, whatever length is chosen."""
+        if self.draft_failed:
+            return 0
+        return min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
 
     @property
     def adapts(self) -> bool:

@@ -628,7 +628,7 @@ class SpeculativeRuntime:
         """Whether it is all of this iteration. If not, the next step is left, in which rounding
         decides.
         """
-        bursts, draft_len = self._bursts, row.draft_room()
+        bursts, draft_len, longest = self._bursts, row.draft_room(), row.longest_draft()
         assert bursts is not None
         last: list[TokenEvent] = []
         faults: list[Exception] = []
@@ -638,10 +638,9 @@ class SpeculativeRuntime:
             try:
                 if step.token == NOT_FINITE:
                     raise ValueError(NOT_FINITE_MESSAGE)
-                wanted = min(draft_len, row.room - 1)
-                if len(step.drafts) < wanted:
+                if len(step.drafts) < step.wanted:
                     row.draft_failed = True
-                rule.pass_step(len(row.ids), wanted, len(step.drafts), step.accepted)
+                rule.pass_step(len(row.ids), step.wanted, len(step.drafts), step.accepted)
                 row.drafts = step.drafts[:]  # which the row clears
                 event = row.take(step.accepted, step.token, None, step.now_ns)
                 self._totals.add_step(step.draft_ns, step.verify_ns, 0)
@@ -661,8 +660,10 @@ class SpeculativeRuntime:
         unread = self._drafter_of_bursts().unread(row) if draft_len else row.ids[-1:]
         end_ids = tuple(self._eos)
         before = len(row.ids)
-        numbers = rule.foresee(before, draft_len)
-        is_undecided = bursts.run(row.slot, unread, draft_len, row.room, end_ids, numbers, take)
+        numbers = rule.foresee(before, longest if draft_len else 0)
+        is_undecided = bursts.run(
+            row.slot, unread, draft_len, longest, row.room, end_ids, numbers, take
+        )
         if faults:
             raise faults[0]
         # Steps behind one that a stop word ended are of no use.
@@ -679,10 +680,10 @@ class SpeculativeRuntime:
     def _adapt_in_burst(self, row: Sequence, state: Adaptation, step: BurstStep) -> bool:
         """Record what a step of a burst showed of a request whose draft length is chosen, and
         choose again if that is due, while the next step runs. Returns whether the burst has to end:
-        the length is another one, or a probe may be due.
+        drafts end or begin, or a probe may be due.
         """
-        controller, count = self._adaptive, len(step.drafts)
-        assert controller is not None and self._costs is not None
+        controller, bursts, count = self._adaptive, self._bursts, len(step.drafts)
+        assert controller is not None and self._costs is not None and bursts is not None
         before = state.draft_len
         if count:
             controller.note_block(state, count, step.accepted)
@@ -692,7 +693,9 @@ class SpeculativeRuntime:
         self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
         if row.finish_reason is None and not controller.keeps(1):
             self._choose_draft_lens([row])
-        return state.draft_len != before or controller.may_probe()
+        if state.draft_len and before and state.draft_len != before:
+            bursts.set_draft_len(state.draft_len)
+        return bool(state.draft_len) != bool(before) or controller.may_probe()
 
     def _drafter_of_bursts(self) -> ModelDrafter:
         assert isinstance(self._drafter, ModelDrafter)

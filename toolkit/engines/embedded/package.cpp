@@ -304,10 +304,11 @@ class Package : public torch::CustomClassHolder {
   // `drafts` are the draft engine, or none: then each step is plain.
   //
   // tokens [t] int64: the sequence's last ones, as far as the draft has not read them; the target has
-  // read all but the last. slot, target_length, draft_length: what the caches hold. draft_len: tokens
-  // to draft in a step, fewer where less than `room` is left. end_ids [e] int64. It ends after
-  // max_steps or max_ns, at an end token, without room, behind logits that are not finite, and when
-  // *stop, which another thread sets, is not 0.
+  // read all but the last. slot, target_length, draft_length: what the caches hold. end_ids [e] int64.
+  // It ends after max_steps or max_ns, at an end token, without room, behind logits that are not
+  // finite, and when `stop` is not 0. flags [3] int64: stop; done, which counts the rows; and the
+  // tokens to draft in a step, which are fewer where less than `room` is left, and draft_len at most.
+  // Another thread may set the first and the last one.
   //
   // shape: as in `chain`, [1, 3]. At temperature 0 the most likely tokens are kept. Above, it is
   // speculative sampling with uniforms [n] float64, for each step those of its drafts, then those of
@@ -315,16 +316,16 @@ class Package : public torch::CustomClassHolder {
   // by draft and target. It ends before a step for which they do not suffice, and before one that is
   // kUndecided.
   //
-  // steps [max_steps, draft_len + 6] int64 gets a row for each step: drafted, accepted, ns in the
-  // draft, ns in the target, the time when its tokens were known, the drafts, and the target's own
-  // token (kNotFinite: none). *done counts the rows; after each, event_fd is written to, if it is one.
+  // steps [max_steps, draft_len + 7] int64 gets a row for each step: tokens to draft, drafted ones,
+  // accepted ones, ns in the draft, ns in the target, the time when its tokens were known, the drafts,
+  // and the target's own token (kNotFinite: none). After each row event_fd is written to, if it is one.
   // Returns done, the tokens that both caches hold then, and whether the next step was undecided.
   std::tuple<int64_t, int64_t, int64_t, bool> burst(const std::optional<c10::intrusive_ptr<Package>>& drafts, Tensor tokens, int64_t slot,
                                                     int64_t target_length, int64_t draft_length, int64_t draft_len, int64_t room, const Tensor& end_ids,
                                                     int64_t max_steps, int64_t max_ns, Tensor steps, Tensor flags, int64_t event_fd, const Tensor& shape,
                                                     const Tensor& uniforms, const Tensor& races) {
     const int64_t *ends = end_ids.const_data_ptr<int64_t>(), started = monotonic_ns();
-    int64_t *stop = flags.mutable_data_ptr<int64_t>(), *done = stop + 1, width = steps.size(1), count = 0;
+    int64_t *stop = flags.mutable_data_ptr<int64_t>(), *done = stop + 1, *asked = stop + 2, width = steps.size(1), count = 0;
     auto numbers = tokens.options();
     Tensor slots = at::full({1}, slot, numbers), zero = at::zeros({1}, numbers), most = at::empty({1}, numbers);
     Tensor place = at::empty({1}, numbers), last = at::empty({1}, numbers), every = at::arange(draft_len + 1, numbers);
@@ -336,7 +337,8 @@ class Package : public torch::CustomClassHolder {
     int64_t used = 0;  // of the uniforms, or of the races
     while (goes_on && count < max_steps && monotonic_ns() - started < max_ns && !__atomic_load_n(stop, __ATOMIC_RELAXED)) {
       int64_t* step = steps.mutable_data_ptr<int64_t>() + count * width;
-      int64_t wanted = drafts ? std::min(draft_len, room - 1) : 0, begun = monotonic_ns(), drafted = 0;
+      int64_t wanted = drafts ? std::min({draft_len, room - 1, __atomic_load_n(asked, __ATOMIC_RELAXED)}) : 0;
+      int64_t begun = monotonic_ns(), drafted = 0;
       if (draws && used + 2 * wanted + 1 > uniforms.size(0)) break;
       if (has_races && used + wanted + 1 > races.size(0)) break;
       Tensor block = at::empty({wanted + 1}, numbers), probabilities;
@@ -371,9 +373,9 @@ class Package : public torch::CustomClassHolder {
       if ((is_undecided = token == kUndecided)) break;
       used += draws ? wanted + drafted + 1 : accepted + 1;
       int64_t known = monotonic_ns();
-      const int64_t head[] = {drafted, accepted, proposed - begun, known - proposed, known};
-      std::copy_n(fed + 1, drafted, std::copy_n(head, 5, step));
-      step[5 + drafted] = token;
+      const int64_t head[] = {wanted, drafted, accepted, proposed - begun, known - proposed, known};
+      step = std::copy_n(fed + 1, drafted, std::copy_n(head, std::size(head), step));
+      *step = token;
       // The draft has read its own drafts but the last.
       if (wanted > 0) draft_length += tokens.size(0) + std::min(accepted, drafted - 1);
       target_length += accepted + 1;
