@@ -52,7 +52,7 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 SWITCH_GAIN, END_GAIN = 0.015, 0.05
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 32
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # A request that ends is often followed by another, and then nothing has changed: so many steps.
 AWAIT_STEPS = 3
@@ -494,6 +494,10 @@ class Controller:
         block, so a beginning is a length for each row.
         """
         best = _Plan([0] * len(alphas), self._speed(alphas, [0] * len(alphas), fixed))
+        longest = max(longests, default=0)
+        # Where no length would pay if all rows were like the best one, there is nothing to look for.
+        if not alphas or not self._would_pay([max(alphas)] * len(alphas), longest, fixed):
+            return best
         trust = self.trust
         worth = [
             (trust * alpha**depth, row, depth)
@@ -501,7 +505,6 @@ class Controller:
             for depth in range(1, longest_here + 1)
         ]
         worth.sort(key=lambda draft: (-draft[0], draft[2]))
-        longest = max(longests, default=0)
         figures = self._figures(len(alphas) + len(fixed), max(longest, *fixed, 1))
         # One row alone goes through its lengths in any case.
         for deepest in range(1 if len(alphas) > 1 else longest, longest + 1):

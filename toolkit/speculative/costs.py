@@ -25,7 +25,7 @@ from dataclasses import dataclass
 __all__ = ["Figures", "StepCosts"]
 
 SCALE_STEP, HOST_STEP = 0.02, 0.02
-PROBE_STEP = 0.05  # probes are rare
+PROBE_STEP = 0.15  # probes are rare, and one that reads a prompt takes longer
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
