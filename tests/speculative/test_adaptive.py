@@ -413,7 +413,7 @@ def test_what_earlier_requests_had_is_worth_more_if_they_were_alike() -> None:
 
 
 def test_ending_the_drafts_of_a_row_has_to_gain_more_than_a_shorter_one() -> None:
-    """One token more or less is worth 1.5 % of a row; none at all, 5 % more."""
+    """One token more or less is worth 1.5 % of a row; none at all, 2 % more."""
     pays_little = Costs(verify=(1.0, 1.57, 2.5, 3.5, 4.5, 5.5), draft=0.0)
     drafting, fresh = Adaptation(520.0, 1000.0, draft_len=1), Adaptation(520.0, 1000.0)
     assert chosen(controller(pays_little), fresh) == [0]

@@ -49,7 +49,7 @@ KNOWN_TOKENS = 4.0  # of a request's own; with fewer it tells nothing of request
 LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # Of the speed of one row; below it, lengths stay as they are. To end the drafts of a row has to
 # gain more, since nothing is learned then, and it takes a while until they come back.
-SWITCH_GAIN, END_GAIN = 0.015, 0.05
+SWITCH_GAIN, END_GAIN = 0.015, 0.02
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
@@ -443,8 +443,11 @@ class Controller:
 
     def _wait(self, states: Sequence[Adaptation], *, is_steady: bool) -> None:
         """Until the next decision, and the next probe."""
-        most = DECIDE_EVERY_STEADY_STEPS if self._deepest else DECIDE_EVERY_IDLE_STEPS
-        self._decide_every = min(2 * self._decide_every, most) if is_steady else DECIDE_EVERY_STEPS
+        most, factor = DECIDE_EVERY_STEADY_STEPS, 2
+        if not self._deepest:
+            most, factor = DECIDE_EVERY_IDLE_STEPS, 4
+        longer = min(factor * self._decide_every, most)
+        self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision = self._decide_every
         self._income_ns = PROBE_SHARE * self.costs.step_ns(self._rows, 1)
         self._purse_ns = self.costs.probe_ns(self._rows)
@@ -495,7 +498,7 @@ class Controller:
         """
         best = _Plan([0] * len(alphas), self._speed(alphas, [0] * len(alphas), fixed))
         longest = max(longests, default=0)
-        # Where no length would pay if all rows were like the best one, there is nothing to look for.
+        # Where no length would pay if all rows were like the best one, none does.
         if not alphas or not self._would_pay([max(alphas)] * len(alphas), longest, fixed):
             return best
         trust = self.trust

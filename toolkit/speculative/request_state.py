@@ -89,10 +89,10 @@ class Sequence:
         """How many tokens to draft in this step. A step adds one token more than it accepts, and
         tokens beyond max_tokens are of no use.
         """
-        room = self.longest_draft()
-        if self.adaptation is None or self.adaptation.draft_len is None:
-            return room
-        return min(room, self.adaptation.draft_len)
+        chosen = None if self.adaptation is None else self.adaptation.draft_len
+        if chosen == 0:  # asked in every step of all rows
+            return 0
+        return self.longest_draft() if chosen is None else min(self.longest_draft(), chosen)
 
     def longest_draft(self) -> int:
         """What draft_room() may be in this step, whatever length is chosen."""
