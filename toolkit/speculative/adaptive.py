@@ -20,9 +20,9 @@ say, in every request; so the expected tokens count only as far as recent ones c
 A request that does not draft learns nothing, so it probes now and then: the draft reads the last
 tokens that the target wrote, and what it would have proposed at each of them is compared. That is
 one forward of the draft and none of the target. After a probe that fails the next one comes later,
-and never so soon that its probes take more than PROBE_SHARE of the time. All requests of a batch
-together save up for their probes, since the first ones of many short texts would take more than
-that. Where even perfect drafts would not pay, as at high load, nothing is probed.
+and never so soon that its probes take more than a share of the time (PROBE_SHARE). All requests of
+a batch together save up for their probes, since the first ones of many short texts would take more
+than that. Where even perfect drafts would not pay, as at high load, nothing is probed.
 
 Pure, and only of Python's standard library: costs are an argument, and there is no clock.
 """
@@ -61,7 +61,9 @@ CHANCE_THAT_MATTERS, MOST_CONFIRMATIONS = 0.02, 4
 PROBE_TOKENS = 12  # that one probe compares, at most
 FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is probed
 PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while nothing was seen
-PROBE_SHARE = 0.005  # of the time of plain decoding, at most
+# Of the time of plain decoding, at most: of a request alone, and of a batch, where each also learns
+# from what the others showed.
+PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.005
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
@@ -288,7 +290,7 @@ class Controller:
         self._afford(state, rows)
 
     def _afford(self, state: Adaptation, rows: int) -> None:
-        affordable = self.costs.probe_ns(rows) / (PROBE_SHARE * self.costs.step_ns(rows, 1))
+        affordable = self.costs.probe_ns(rows) / (_probe_share(rows) * self.costs.step_ns(rows, 1))
         state.probe_after = max(state.probe_after, int(affordable) + 1)
 
     # What the next step does.
@@ -449,7 +451,7 @@ class Controller:
         longer = min(factor * self._decide_every, most)
         self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision = self._decide_every
-        self._income_ns = PROBE_SHARE * self.costs.step_ns(self._rows, 1)
+        self._income_ns = _probe_share(self._rows) * self.costs.step_ns(self._rows, 1)
         self._purse_ns = self.costs.probe_ns(self._rows)
         self.await_probes(states)
 
@@ -578,6 +580,10 @@ def _best_beginning(
         if tokens > best_speed * ns:
             best, best_speed = index + 1, tokens / ns
     return best, best_speed
+
+
+def _probe_share(rows: int) -> float:
+    return PROBE_SHARE_ALONE if rows == 1 else PROBE_SHARE
 
 
 def _worth_of_the_mean(luck: float, spread: float, least: float, most: float) -> float:
