@@ -354,6 +354,27 @@ def test_a_draft_that_costs_more_than_it_can_save_is_off_for_the_load() -> None:
     assert figures.steps_by_reason["load"] > 190
 
 
+def test_where_no_draft_pays_a_request_soon_is_one_call() -> None:
+    """Each call takes its time, so what was decided again and again is decided less often."""
+    adaptive = adaptive_of()
+    for _ in range(8):
+        engines = Timed(TEXT, TEXT, draft_ns=1000)
+        serve(engines, max_tokens=len(TEXT), clock=engines.clock, adaptive=adaptive)
+    assert engines.rounds == [0]
+
+
+def test_probes_of_many_short_texts_take_a_small_share_of_the_time() -> None:
+    adaptive, calls, probes = adaptive_of(), 0, 0
+    for number in range(80):
+        short = 20 if number > 4 else 200
+        engines = Timed(TEXT[:short], TEXT if number < 3 else WRONG, draft_ns=90)
+        events, _ = serve(engines, max_tokens=short, clock=engines.clock, adaptive=adaptive)
+        if number > 40:
+            calls += len(engines.rounds)
+            probes += stats(events).draft_probes
+    assert calls - probes <= 45 and probes <= 4
+
+
 def test_a_draft_that_fails_says_so_in_the_steps_after_it() -> None:
     events, _ = serve(Scripted(TEXT, TEXT, fails_after=2), max_tokens=40, on_draft_failure="plain")
     assert list(stats(events).steps_by_reason) == ["fixed", "draft failed"]

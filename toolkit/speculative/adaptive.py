@@ -64,6 +64,7 @@ PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while 
 # Of the time of plain decoding, at most: of a request alone, and of a batch, where each also learns
 # from what the others showed.
 PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.005
+PURSE_PROBES = 1.25  # of all rows, that are saved up for at most: what one costs keeps changing
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
@@ -173,7 +174,7 @@ class Controller:
     _steps_at_lower_load: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
     _steps_until_probe: int = 0
-    # For probes: what was saved, what each step adds, and the most, which is a probe of all rows.
+    # For probes: what was saved, what each step adds, and the most.
     _saved_ns: float = math.inf
     _income_ns: float = 0.0
     _purse_ns: float = math.inf
@@ -315,7 +316,7 @@ class Controller:
         """
         self._steps_until_decision -= 1
         self._steps_until_probe -= 1
-        self._saved_ns = min(self._saved_ns + self._income_ns, self._purse_ns)
+        self._save(self._income_ns)
         more = rows - self._rows
         self._steps_at_lower_load = self._steps_at_lower_load + 1 if more < 0 else 0
         is_same_load = abs(more) <= ROWS_THAT_MATTER * self._rows
@@ -326,7 +327,18 @@ class Controller:
         """Whether a probe can be due in this step. Only then rows have to be looked at. It may
         cost more than was saved: then the next one comes the later.
         """
-        return self._steps_until_probe <= 0 and self._saved_ns >= self.costs.probe_ns(1)
+        return self._steps_until_probe <= 0 and self.can_pay_probe()
+
+    def can_pay_probe(self) -> bool:
+        """Whether enough was saved for the probe of a row."""
+        return self._saved_ns >= self.costs.probe_ns(1)
+
+    def save_for_probes(self, plain_ns: int) -> None:
+        """Plain decoding took so long, where no steps are counted (`keeps`)."""
+        self._save(PROBE_SHARE_ALONE * plain_ns)
+
+    def _save(self, ns: float) -> None:
+        self._saved_ns = min(self._saved_ns + ns, self._purse_ns)
 
     def await_probes(self, states: Sequence[Adaptation]) -> None:
         """Note when the first probe is due, if each of them gets a token per step."""
@@ -452,7 +464,7 @@ class Controller:
         self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision = self._decide_every
         self._income_ns = _probe_share(self._rows) * self.costs.step_ns(self._rows, 1)
-        self._purse_ns = self.costs.probe_ns(self._rows)
+        self._purse_ns = PURSE_PROBES * self.costs.probe_ns(self._rows)
         self.await_probes(states)
 
     def _pooled(self, states: Sequence[Adaptation]) -> list[float]:

@@ -31,7 +31,9 @@ from toolkit.words import DraftLenReason, FinishReason
 __all__ = ["Adaptive", "DraftFailed", "Drafts", "Engines", "Part", "Rounds", "Settings"]
 
 MEASURED_PLAIN_TOKENS = 8  # that are decoded plainly to learn what that costs
-PLAIN_TOKENS_AT_LOAD = 32  # after which it is decided again, where no draft pays
+# After which it is decided again, where no draft pays: at first, and at most, since a call takes
+# time itself, and what was decided twice is likely to be decided again.
+PLAIN_TOKENS_AT_LOAD, MOST_PLAIN_TOKENS = 32, 1024
 
 
 class DraftFailed(RequestError):
@@ -110,14 +112,16 @@ class Settings:
     running_stats: bool = False  # every event has the statistics so far
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Adaptive:
     """What chooses draft lengths, shared by the requests of a deployment that come one after the
-    other. costs: the same that the controller decides by.
+    other. costs: the same that the controller decides by. plain_tokens: to decode plainly before it
+    is decided again.
     """
 
     controller: Controller
     costs: CallCosts
+    plain_tokens: int = PLAIN_TOKENS_AT_LOAD
 
 
 class Rounds:
@@ -178,8 +182,11 @@ class Rounds:
 
     def _speculative(self) -> Iterator[TokenEvent]:
         # The first token is requested without drafts, so that it does not wait for the draft's
-        # prefill.
-        yield self._take(self._engines.verify(self._ids, NO_DRAFTS))
+        # prefill; with all that follow it, if nothing will be drafted.
+        if self._begins_plainly():
+            yield from self._plain(self._plain_tokens())
+        else:
+            yield self._take(self._engines.verify(self._ids, NO_DRAFTS))
         while (overdue_event := self._overdue_event()) is None:
             room = min(self._choose_draft_len(), self._end - len(self._ids) - 1)
             if self._adaptation is not None and room == 0:
@@ -244,6 +251,12 @@ class Rounds:
 
     # Adaptive draft lengths.
 
+    def _begins_plainly(self) -> bool:
+        adaptive = self._adaptive
+        if self._adaptation is None or adaptive is None or adaptive.costs.untried() is not None:
+            return False
+        return self._choose_draft_len() == 0
+
     def _choose_draft_len(self) -> int:
         """The length of the next round; 0: plain decoding is better now."""
         state, adaptive = self._adaptation, self._adaptive
@@ -253,21 +266,38 @@ class Rounds:
         if untried is not None:
             self._reason = "measuring"
             return min(untried, self._settings.draft_len)
-        if adaptive.controller.is_probe_due(state):
+        if adaptive.controller.is_probe_due(state) and self._may_probe():
             self._reason = "probe"
             return adaptive.costs.probe_len
         adaptive.controller.reconsider()
         adaptive.controller.choose([state], limit=self._settings.draft_len)
         self._reason = state.reason
+        if state.draft_len:
+            adaptive.plain_tokens = PLAIN_TOKENS_AT_LOAD
         return state.draft_len or 0
+
+    def _may_probe(self) -> bool:
+        """Later probes of a request come so late that they take a small share of its time. The
+        first ones of many short texts would not.
+        """
+        state, adaptive = self._adaptation, self._adaptive
+        if state is None or adaptive is None:
+            return False
+        return state.total_trials > 0 or adaptive.controller.can_pay_probe()
 
     def _plain_tokens(self) -> int:
         """How many tokens to decode plainly before it is decided again."""
         if self._reason == "measuring":
             return MEASURED_PLAIN_TOKENS
-        if self._adaptation is None or self._reason != "acceptance":
+        state, adaptive = self._adaptation, self._adaptive
+        if state is None or adaptive is None:
             return PLAIN_TOKENS_AT_LOAD
-        return max(1, self._adaptation.probe_after - self._adaptation.plain_tokens)
+        until_probe = state.probe_after - state.plain_tokens
+        if self._reason == "acceptance" and until_probe > 0 and self._may_probe():
+            return until_probe
+        count = adaptive.plain_tokens
+        adaptive.plain_tokens = min(2 * count, MOST_PLAIN_TOKENS)
+        return count
 
     def _learn(self, drafted: int, accepted: int, ns: int) -> None:
         """Learn from a round. The first round after others of another kind does not count as a
@@ -290,6 +320,7 @@ class Rounds:
             return
         self._adaptive.controller.note_plain(self._adaptation, tokens)
         if ns is not None:
+            self._adaptive.controller.save_for_probes(ns)
             self._adaptive.costs.note(0, ns // tokens)
 
     def _take(self, part: Part, drafts: Drafts = NO_DRAFTS, *, checked: int = 0) -> TokenEvent:
