@@ -73,6 +73,5 @@ def test_a_chain_reads_what_its_draft_missed() -> None:
     serve(runtime, requests)
     chained = sum(sum(counts) for counts in draft.chains)
     assert chained > 0
-    prompts = len(draft.forwards) - chained  # what was read outside of a chain
-    assert prompts == len(requests)
-    assert max(width for _, width in draft.forwards[prompts:]) > 2
+    assert len(draft.forwards) == chained  # nothing is read outside of a chain, not even a prompt
+    assert max(width for _, width in draft.forwards) > 2

@@ -109,6 +109,16 @@ def test_schedule_bounds_drafts_by_load_and_lets_them_return() -> None:
     assert last.acceptance_rate == 1.0
 
 
+def test_the_prompt_is_not_fed_to_a_draft_that_the_load_turns_off() -> None:
+    """Not even of the first request, which is alone until the others are read."""
+    draft = TableEngine(1)
+    runtime = make_runtime(TableEngine(1), draft, draft_len_schedule=((1, 4), (2, 0)))
+    requests = [make_request((1, 2, 3), 20, name) for name in "abc"]
+    outcomes = serve(runtime, requests)
+    assert [len(outcome.ids) for outcome in outcomes] == [20] * 3
+    assert draft.forwards == []
+
+
 def test_the_schedule_bounds_a_request_that_states_its_draft_length() -> None:
     """Its length holds while the load allows it, and what bounds it is told."""
     runtime = make_runtime(

@@ -306,6 +306,7 @@ class SpeculativeRuntime:
                 self._admit()
             if not self._prefilling and not self._running:
                 return False
+            self._limit_by_load([*self._running, *self._prefilling])
             chunks = self._next_chunks()
             if chunks and not (self._running and self._packs):
                 self._prefill(chunks)
@@ -479,7 +480,6 @@ class SpeculativeRuntime:
     def _verify(self, chunks: list[Chunk]) -> None:
         rows = self._running[:]
         try:
-            self._limit_by_load(rows)
             self._adapt(rows)
             bursting = None if chunks else self._may_burst(rows)
             if bursting is None or not self._burst(rows[0], bursting):
@@ -702,7 +702,8 @@ class SpeculativeRuntime:
         return self._drafter
 
     def _limit_by_load(self, rows: list[Sequence]) -> None:
-        """Apply the schedule's draft length for this many requests, whatever they ask for. A draft
+        """Apply the schedule's draft length for this many requests, whatever they ask for: those
+        that are read, too, whose prompts the draft need not read if it will not be used. A draft
         that skipped some steps catches up when it is used again.
         """
         if not self.settings.draft_len_schedule:
