@@ -19,6 +19,7 @@ from tests.support.runtimes import (
     make_runtime,
     serve,
     serve_one,
+    slow_clock,
 )
 from tests.support.step_engines import BurstingTableEngine, TableEngine
 from toolkit.interfaces import GenerationRequest, TokenEvent
@@ -297,6 +298,7 @@ def test_the_schedule_is_an_upper_bound() -> None:
         TableEngine(1),
         max_draft_len=4,
         draft_len_schedule=((1, 4), (3, 1)),
+        clock=slow_clock(),
     )
     for outcome in serve(runtime, requests_of(4, 20)):
         early = outcome.events[1:5]
@@ -320,6 +322,20 @@ def test_the_first_probe_of_a_request_reads_its_prompt() -> None:
     assert probe_tokens > len(prompt)
     assert outcome.stats.draft_probes == 1
     assert outcome.stats.accepted == outcome.stats.drafted > 0
+
+
+def test_requests_with_a_length_of_their_own_save_nothing_for_probes() -> None:
+    """Otherwise the requests that adapt would probe for more than their share of the time."""
+    runtime = adaptive(TableEngine(1), TableEngine(2))
+    controller = runtime._adaptive
+    assert controller is not None
+    controller.expected_acceptance = 0.01
+    serve_one(runtime, make_request(PROMPTS[0], 40))
+    controller._saved_ns = -1e9
+    serve_one(runtime, make_request(PROMPTS[1], 40, draft_len=0))
+    assert controller._saved_ns == -1e9
+    serve_one(runtime, make_request(PROMPTS[2], 40))
+    assert controller._saved_ns > -1e9
 
 
 def test_look_ups_that_fail_are_given_up_and_probed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runtimes import assert_idle, make_request, make_runtime, serve
+from tests.support.runtimes import assert_idle, make_request, make_runtime, serve, slow_clock
 from tests.support.step_engines import ChainingTableEngine, TableEngine
 from toolkit.interfaces import GenerationRequest
 
@@ -68,8 +68,9 @@ def test_a_chain_reads_what_its_draft_missed() -> None:
     """The long request drafts nothing beside the short one, and then catches up in its block."""
     draft = ChainingTableEngine(2, max_batch_size=2, closeness=0.7)
     target = TableEngine(1, max_batch_size=2)
-    runtime = make_runtime(target, draft, draft_len_schedule=((1, 3), (2, 0)))
-    requests = [make_request(request_id="long"), make_request(max_tokens=6, request_id="short")]
+    schedule = ((1, 3), (2, 0))
+    runtime = make_runtime(target, draft, draft_len_schedule=schedule, clock=slow_clock())
+    requests = [make_request(request_id="long"), make_request(max_tokens=5, request_id="short")]
     serve(runtime, requests)
     chained = sum(sum(counts) for counts in draft.chains)
     assert chained > 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from toolkit.interfaces import GenerationRequest, RequestStats, Sampling, StepEngine, TokenEvent
+from toolkit.speculative.load_schedule import RISE_AFTER_NS
 from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 
@@ -42,6 +44,11 @@ def runaway_codec() -> TextCodec:
     split = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
     return TextCodec(tokenizer)
+
+
+def slow_clock() -> Callable[[], int]:
+    """A clock for runtimes: from one look to the next it is long enough for drafts to return."""
+    return itertools.count(0, RISE_AFTER_NS).__next__
 
 
 def make_runtime(

@@ -48,6 +48,7 @@ from toolkit.speculative.cost_timer import measured_costs
 from toolkit.speculative.costs import StepCosts
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
+from toolkit.speculative.load_schedule import LoadSchedule
 from toolkit.speculative.prefill import Chunk, next_chunks
 from toolkit.speculative.request_state import OnEvent, Sequence
 from toolkit.speculative.rows import rows_forward
@@ -151,6 +152,8 @@ class SpeculativeRuntime:
                 self._costs = measured_costs(target, drafting_engine, self._max_draft_len, clock)
             self._adaptive = Controller(settings.adaptive, self._costs, self._max_draft_len)
 
+        schedule = settings.draft_len_schedule
+        self._schedule = LoadSchedule(schedule) if schedule else None
         self._bursts = bursts_of(target, self._drafter, self._max_draft_len)
 
         self._lock = threading.Lock()  # guards the four below
@@ -304,9 +307,9 @@ class SpeculativeRuntime:
             self._end_overdue()
             if self._waiting:
                 self._admit()
+            self._limit_by_load()
             if not self._prefilling and not self._running:
                 return False
-            self._limit_by_load([*self._running, *self._prefilling])
             chunks = self._next_chunks()
             if chunks and not (self._running and self._packs):
                 self._prefill(chunks)
@@ -709,24 +712,25 @@ class SpeculativeRuntime:
         assert isinstance(self._drafter, ModelDrafter)
         return self._drafter
 
-    def _limit_by_load(self, rows: list[Sequence]) -> None:
-        """Apply the schedule's draft length for this many requests, whatever they ask for: those
-        that are read, too, whose prompts the draft need not read if it will not be used. A draft
-        that skipped some steps catches up when it is used again.
+    def _limit_by_load(self) -> None:
+        """Apply the schedule's draft length, whatever the requests ask for. Those that are read
+        count, too: their prompts the draft need not read if it will not be used. A draft that
+        skipped some steps catches up when it is used again.
         """
-        if not self.settings.draft_len_schedule:
+        if self._schedule is None:
             return
-        lengths = [
-            length for requests, length in self.settings.draft_len_schedule if requests <= len(rows)
-        ]
+        rows = [*self._running, *self._prefilling]
+        length = self._schedule.length(len(rows), self._clock())
         for row in rows:
-            if lengths:
-                row.load_limit = lengths[-1]
+            row.load_limit = length
 
     # Adaptive draft lengths.
 
     def _adapt(self, rows: list[Sequence]) -> None:
-        if self._adaptive is None:
+        """Decide and probe, if that is due. Requests whose lengths are fixed save nothing for the
+        probes of others.
+        """
+        if self._adaptive is None or all(row.adaptation is None for row in rows):
             return
         if not self._adaptive.keeps(len(rows)):
             self._choose_draft_lens(rows)
