@@ -259,6 +259,15 @@ def test_chunks_of_a_stream_keep_the_interval_and_lose_nothing() -> None:
     ]
 
 
+def test_a_response_is_due_when_it_would_be_sent() -> None:
+    answer = Answer(parsed(streaming=True), interval_ns=10)
+    assert answer.is_due(0)
+    answer.add(TokenEvent("1", (5,), "a"), 100)
+    assert [answer.is_due(now) for now in (100, 109, 110)] == [False, False, True]
+    whole = Answer(parsed(streaming=False))
+    assert not whole.is_due(0)
+
+
 def test_events_that_waited_for_the_sender_become_one() -> None:
     together = Answer(parsed(streaming=True, return_token_ids=True, return_finish_reason=True))
     (event,) = joined(events())

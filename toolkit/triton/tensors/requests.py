@@ -347,8 +347,8 @@ def joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
 
 
 class Answer:
-    """Turns the events of one request into the tensors of its responses. Not thread-safe: one
-    thread answers a request.
+    """Turns the events of one request into the tensors of its responses. One thread answers a
+    request; `is_due`, which only reads, may be called from elsewhere.
 
     interval_ns: the least time between two chunks of a stream, except before the last. Tokens in
     between are sent with the next chunk, because a response takes time that is long beside a small
@@ -367,12 +367,16 @@ class Answer:
         self._text: list[str] = [request.prompt] if request.include_prompt else []
         self._ids: list[int] = []
 
+    def is_due(self, now_ns: int) -> bool:
+        """Whether a response may be sent before the last one."""
+        return self._request.streaming and now_ns >= self._due_ns
+
     def add(self, event: TokenEvent, now_ns: int) -> dict[str, list[Any]] | None:
         """Name -> values of the response that is due after this event; None if none is due."""
         self._tokens += len(event.token_ids)
         self._text.append(event.text)
         self._ids.extend(event.token_ids)
-        if event.finish_reason is None and not (self._request.streaming and now_ns >= self._due_ns):
+        if event.finish_reason is None and not self.is_due(now_ns):
             return None
         response: dict[str, list[Any]] = {"text_output": ["".join(self._text)]}
         if self._wants("return_token_ids"):

@@ -4,10 +4,11 @@
 Threads: `execute`, which the backend calls, checks a request, submits it and returns at once. One
 thread runs the speculative runtime. Its events go to a second, which makes responses of them and
 sends them (0.05 to 0.1 ms each); a forward does not hold the interpreter's lock, so the two work
-side by side. Events that come while the sender is busy are sent together, a response per request,
-so that it never falls behind. A third thread cancels requests whose clients are gone, and updates
-the metrics. `toolkit.triton.tensors.requests` holds everything about the content of requests; this
-file is only Triton's side.
+side by side. It is woken only for events that make a response due. Events that come while the
+sender is busy are sent together, a response per request, so that it never falls behind. A third
+thread cancels requests whose clients are gone, and updates the metrics.
+`toolkit.triton.tensors.requests` holds everything about the content of requests; this file is only
+Triton's side.
 
 A fault of one request is answered to that request, and the server goes on. If the runtime itself
 fails, every open request is answered with the reason, and later ones are refused with it.
@@ -85,6 +86,7 @@ class Job:
     sender: Any
     answer: Answer
     timeout_ms: int
+    held: list[TokenEvent] = field(default_factory=list)  # until a response is due
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: bool = False
 
@@ -144,7 +146,7 @@ class TritonPythonModel:
         self._metrics = Metrics(pb_utils, MODEL)
         self._period_s = settings["triton_config"]["cancellation_check_period_ms"] / 1000
         self._stream_interval_ns = int(1e6 * our_settings["stream_interval_ms"])
-        self._outbox: queue.SimpleQueue[tuple[Job, TokenEvent] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[Job, list[TokenEvent]] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name="runtime"),
             threading.Thread(target=self._watch, name="watcher"),
@@ -225,7 +227,7 @@ class TritonPythonModel:
             cache_salt=request.cache_salt,
         )
         try:
-            self._runtime.submit(generation, lambda event: self._outbox.put((job, event)))
+            self._runtime.submit(generation, lambda event: self._take(job, event))
         except BaseException:
             self._forget(job)
             raise
@@ -272,7 +274,18 @@ class TritonPythonModel:
         with self._jobs_lock:
             open_jobs = list(self._jobs.values())
         for job in open_jobs:
-            self._outbox.put((job, TokenEvent(job.id, (), "", finish_reason="error", error=reason)))
+            event = TokenEvent(job.id, (), "", finish_reason="error", error=reason)
+            self._outbox.put((job, [event]))
+
+    def _take(self, job: Job, event: TokenEvent) -> None:
+        """Called by the runtime with each event of a request. Events wait here until they make a
+        response: the sender needs the interpreter's lock for each item, and the next step would
+        wait for it.
+        """
+        job.held.append(event)
+        if event.finish_reason is not None or job.answer.is_due(time.monotonic_ns()):
+            events, job.held = job.held, []
+            self._outbox.put((job, events))
 
     # The sender's thread.
 
@@ -286,8 +299,8 @@ class TritonPythonModel:
             events: dict[str, tuple[Job, list[TokenEvent]]] = {}
             for item in items:
                 if item is not None:
-                    job, event = item
-                    events.setdefault(job.id, (job, []))[1].append(event)
+                    job, new = item
+                    events.setdefault(job.id, (job, []))[1].extend(new)
             for job, of_job in events.values():
                 try:
                     for event in joined(of_job):
