@@ -25,7 +25,7 @@ from tests.support.runtimes import (
 from tests.support.step_engines import BurstingTableEngine, ChainingTableEngine, TableEngine
 from toolkit.interfaces import Sampling, TokenEvent
 from toolkit.speculative.acceptance import Numbers
-from toolkit.speculative.bursts import Bursts
+from toolkit.speculative.bursts import MAX_NS, Bursts
 
 RACED: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 5}
 DRAWN = {**RACED, "acceptance": "rejection"}
@@ -178,6 +178,14 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+def test_a_burst_lasts_no_longer_than_the_deadline_allows() -> None:
+    engine = BurstingTableEngine(1)
+    runtime = make_runtime(engine, clock=lambda: 1_000_000)
+    for deadline_ns in (None, 5_000_000, 10**12, 1_000_001):
+        serve_one(runtime, make_request(deadline_ns=deadline_ns))
+    assert engine.limits_ns == [MAX_NS, 4_000_000, MAX_NS, 1]
+
+
 def test_tokens_are_told_while_the_burst_runs() -> None:
     target = BurstingTableEngine(1)
     runtime = make_runtime(target)
@@ -226,6 +234,7 @@ def test_a_reader_that_comes_late_takes_no_step_of_the_burst_before() -> None:
             0,
             room,
             (),
+            MAX_NS,
             Numbers(Sampling()),
             lambda step: tokens.append(step.token) or True,
         )

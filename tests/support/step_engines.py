@@ -160,6 +160,7 @@ def chained(
 
 class BurstingTableEngine(TableEngine):
     """A TableEngine that takes verify steps by itself. bursts: how many steps each burst had.
+    limits_ns: how long each might last.
     before_step: called before each, with its number in the burst. blind_at: the length of a
     sequence from which on its logits are not finite. doubts_every: so many of the sampled steps are
     left to the caller, as if rounding decided them.
@@ -170,6 +171,7 @@ class BurstingTableEngine(TableEngine):
     ) -> None:
         super().__init__(seed, **settings)
         self.bursts: list[int] = []
+        self.limits_ns: list[int] = []
         self.before_step: Callable[[int], None] = lambda step: None
         self._blind_at = blind_at
         self._until_doubt = itertools.cycle(range(doubts_every - 1, -1, -1))
@@ -191,6 +193,7 @@ class BurstingTableEngine(TableEngine):
         uniforms = [] if burst.uniforms is None else burst.uniforms.tolist()
         races = None if burst.races is None else burst.races.numpy()
         is_undecided = False
+        self.limits_ns.append(burst.max_ns)
         while goes_on and count < len(burst.steps):
             self.before_step(count)
             if burst.flags[0]:

@@ -283,8 +283,8 @@ def _from_endpoint(
             _show_stream(client.stream(prompt, request_options), as_json=as_json)
     except ServerUnavailable as error:
         hint = (
-            "Give host:port of tritonserver's gRPC endpoint, which `toolkit serve` prints. For"
-            " vLLM, give the CONFIG."
+            "If the server has ended, start it again. Else give host:port of tritonserver's gRPC"
+            " endpoint, which `toolkit serve` prints; for vLLM, give the CONFIG."
         )
         raise StageError("generate", str(error), hint=hint) from error
     except ClientError as error:

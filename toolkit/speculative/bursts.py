@@ -7,7 +7,7 @@ once (`BurstingEngine`), and a second thread, the reader, takes what each step g
 one runs. So an event is on its way as soon as its tokens are known, as without bursts.
 
 A request that joins or is cancelled does not wait, since it interrupts the burst, which ends at its
-next step; nor does a deadline wait for long, since a burst ends after MAX_NS. What ends it is
+next step; nor does a deadline, since the caller says how long a burst may last. What ends it is
 decided by its steps, so the texts are the same. So are those of sampled requests: the engine draws
 with the numbers that the request's rule would have drawn with, and leaves a step to the rule where
 rounding would decide it.
@@ -102,6 +102,7 @@ class Bursts:
         longest: int,
         room: int,
         end_ids: tuple[int, ...],
+        max_ns: int,
         numbers: Numbers,
         take: Callable[[BurstStep], bool],
     ) -> bool:
@@ -124,7 +125,7 @@ class Bursts:
                     longest if draft_len else 0,
                     room,
                     end_ids,
-                    MAX_NS,
+                    max_ns,
                     self._steps,
                     self._flags,
                     self._event_fd,

@@ -43,7 +43,7 @@ from toolkit.interfaces import (
 )
 from toolkit.speculative.acceptance import RULES, BurstingRule, RuleFactory, choose_rule, match
 from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
-from toolkit.speculative.bursts import Bursts, BurstStep
+from toolkit.speculative.bursts import MAX_NS, Bursts, BurstStep
 from toolkit.speculative.cost_timer import measured_costs
 from toolkit.speculative.costs import StepCosts
 from toolkit.speculative.drafters import Drafter, ModelDrafter
@@ -672,8 +672,11 @@ class SpeculativeRuntime:
         end_ids = tuple(self._eos)
         before = len(row.ids)
         numbers = rule.foresee(before, longest if draft_len else 0)
+        deadline, max_ns = row.request.deadline_ns, MAX_NS
+        if deadline is not None:
+            max_ns = max(0, min(MAX_NS, deadline - self._clock()))
         is_undecided = bursts.run(
-            row.slot, unread, draft_len, longest, row.room, end_ids, numbers, take
+            row.slot, unread, draft_len, longest, row.room, end_ids, max_ns, numbers, take
         )
         if faults:
             raise faults[0]
@@ -727,8 +730,8 @@ class SpeculativeRuntime:
     # Adaptive draft lengths.
 
     def _adapt(self, rows: list[Sequence]) -> None:
-        """Decide and probe, if that is due. Requests whose lengths are fixed save nothing for the
-        probes of others.
+        """Decide and probe, if that is due. A step without a request that adapts saves nothing for
+        probes.
         """
         if self._adaptive is None or all(row.adaptation is None for row in rows):
             return
