@@ -276,21 +276,31 @@ def test_an_error_says_its_outcome(
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "said"),
     [
-        "Stub process 'tensorrt_llm_0_0' is not healthy.",
-        "[error] the model's process was killed by signal 9",  # triton/native/backend.cpp
-        "[error] the model's process has died",
-        # of a model that the layout bls called
-        "[error] the model 'tensorrt_llm' failed: Stub process 'tensorrt_llm_0_0' is not healthy.",
+        (
+            "Stub process 'tensorrt_llm_0_0' is not healthy.",
+            "the model's process has died (Stub process 'tensorrt_llm_0_0' is not healthy.)",
+        ),
+        (  # triton/native/backend.cpp, as the next
+            "[error] the model's process was killed by signal 9",
+            "the model's process was killed by signal 9",
+        ),
+        ("[error] the model's process has died", "the model's process has died"),
+        (  # of a model that the layout bls called
+            "[error] the model 'draft' failed: Stub process 'draft_0_0' is not healthy.",
+            "the model's process has died"
+            " (the model 'draft' failed: Stub process 'draft_0_0' is not healthy.)",
+        ),
     ],
 )
 def test_a_dead_model_process_is_no_refusal_of_the_request(
-    serve: Callable[..., Any], message: str
+    serve: Callable[..., Any], message: str, said: str
 ) -> None:
     client, _ = serve(service_pb2.ModelStreamInferResponse(error_message=message))
-    with pytest.raises(ServerUnavailable, match="the model's process has died"):
+    with pytest.raises(ServerUnavailable) as unavailable:
         list(client.stream("x"))
+    assert str(unavailable.value).partition("\n")[0].endswith(f": {said}")
 
 
 @pytest.mark.parametrize(
@@ -553,6 +563,21 @@ def test_limits_decide_the_exit_code(
         return
     assert client_module.main([*arguments, "--gate", gate]) == code
     assert re.search(rf"^{said} +{gate[:7]}", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_an_answer_comes_in_as_many_chunks_as_the_model_sends(
+    serve: Callable[..., Any], decoupled: bool
+) -> None:
+    whole = answer(text_output=["abc"], output_ids=[1, 2, 3], num_output_tokens=[3], **STATISTICS)
+    script = STREAM if decoupled else (whole,)
+    client, service = serve(*script, config=model_config.build(decoupled=decoupled))
+    chunks = list(client.answer("x"))
+    assert (len(chunks) > 1) == decoupled
+    assert chunks[-1].finish_reason is not None
+    sent = service.requests[-1]
+    at = [tensor.name for tensor in sent.inputs].index("streaming")
+    assert sent.raw_input_contents[at] == bytes([decoupled])
 
 
 def test_a_model_that_does_not_stream_is_timed_by_whole_answers(

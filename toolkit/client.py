@@ -439,6 +439,11 @@ class Client:
             streaming=True,
         )
 
+    def answer(self, prompt: str, options: Options | None = None) -> Iterator[Chunk]:
+        """As `stream`; a model that does not stream answers in one chunk."""
+        streaming = self.interface().streams
+        return self._call(prompt, options or Options(), "", streaming=streaming)
+
     def measure(
         self,
         prompts: Iterable[str],
@@ -572,7 +577,9 @@ def refused(message: str, url: str) -> ClientError:
     cause = message.partition("failed: ")[2] if is_passed_on else message
     is_dead = cause.startswith("Stub process") and "is not healthy" in cause
     if is_dead or cause.startswith("the model's process "):
-        return ServerUnavailable(f"{url}: the model's process has died ({message})")
+        is_said = message.startswith("the model's process ")
+        said = message if is_said else f"the model's process has died ({message})"
+        return ServerUnavailable(f"{url}: {said}")
     # It takes no more requests, and says so without a code.
     is_stopping = is_passed_on and cause.endswith("Server not ready")
     if is_stopping or "Server is stopping" in cause:

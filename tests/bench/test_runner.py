@@ -107,6 +107,18 @@ def test_server_counters_are_those_of_the_window(stub: StubServer, prompts: Path
     assert found.verdict == "PASS" and "2 counters" in finding(found, "counters")
 
 
+@pytest.mark.parametrize(
+    ("requests", "lacking"), [(8, "p50 needs 20, p90 needs 100, "), (24, "p90 needs 100, ")]
+)
+def test_what_percentiles_want_is_said(
+    stub: StubServer, prompts: Path, requests: int, lacking: str
+) -> None:
+    found = run(stub, prompts, requests=requests)
+    assert finding(found, "percentiles") == (
+        f"{lacking}p99 needs 1000 answered requests, and there are {requests} (--requests)"
+    )
+
+
 def test_a_server_that_counts_otherwise_is_reported(prompts: Path) -> None:
     with StubServer(Script(chunks=CHUNKS, counted_twice=True)) as stub:
         found = run(stub, prompts)

@@ -308,6 +308,15 @@ def test_a_model_that_is_not_there_is_named(stub: StubServer) -> None:
         asyncio.run(other())
 
 
+@pytest.mark.parametrize("protocol", ["triton-grpc", "triton-http"])
+def test_a_model_that_does_not_stream_is_said_at_once(protocol: str) -> None:
+    with StubServer(Script(decoupled=False)) as stub:
+        address = stub.grpc if protocol == "triton-grpc" else stub.http
+        with pytest.raises(StageError, match="does not stream") as caught:
+            ask(address, protocol=protocol)
+    assert caught.value.hint is not None and "validate_latency.py" in caught.value.hint
+
+
 @pytest.mark.parametrize("wrong", ["localhost", "ftp://host:1", "/a/path", "", "http://[::1"])
 def test_what_is_no_address_is_refused(wrong: str) -> None:
     with pytest.raises(UsageError, match="not an address"):

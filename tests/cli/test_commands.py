@@ -514,6 +514,13 @@ def test_a_prompt_that_is_no_text_is_refused(where: str, deployment: Path) -> No
     assert "half of a surrogate pair" in done.stderr
 
 
+@pytest.mark.parametrize("where", ["tiny.yaml", "127.0.0.1:9"])
+def test_an_empty_prompt_is_refused(where: str, deployment: Path) -> None:
+    done = toolkit_here("generate", where, "", cwd=deployment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the prompt is empty" in done.stderr
+
+
 def printed_until_ready(process: subprocess.Popen[str]) -> list[str]:
     """The lines up to the one that says so, or up to the end."""
     assert process.stdout is not None

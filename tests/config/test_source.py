@@ -194,6 +194,35 @@ def test_tabs_get_their_own_hint(tmp_path: Path) -> None:
     assert "indented with spaces, not tabs" in fatal(tmp_path, b"a:\n  b: 1\n\tc: 2\n")
 
 
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (b"s:\n  a:4\n  b: 5\n", "wants a space behind the colon"),
+        (b"s:\n  b: 5\n  a:4\n", "wants a space behind the colon"),
+        (b"a: [1, 2\n", "Close every bracket and brace"),
+        (b"a: {b: 1\n", "Close every bracket and brace"),
+        (b"a: 'open\n", "Close the quotes"),
+        (b"u: http://x\n v: 1\n", "check the indentation"),
+    ],
+)
+def test_what_is_forgotten_is_named(tmp_path: Path, content: bytes, hint: str) -> None:
+    assert hint in fatal(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant", "read"),
+    [("1:4, 2: 0", "1: 4", {2: 0}), ("a:b:c, d: 1", "a: b:c", {"d": 1})],
+)
+def test_a_colon_without_a_space_in_braces_is_one_fault(
+    tmp_path: Path, written: str, meant: str, read: dict[str | int, int]
+) -> None:
+    """YAML reads {1:4} as the key "1:4" without a value."""
+    source = source_of(tmp_path, f"s: {{{written}}}")
+    (fault,) = source.faults
+    assert (fault.path, fault.hint, source.data) == ("s", f"Write {meant}", {"s": read})
+    assert source_of(tmp_path, "s: {'a:b': 1, c: d:e}").faults == []
+
+
 def test_a_file_that_is_missing_or_a_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_source(tmp_path / "gone.yaml")

@@ -188,27 +188,36 @@ def test_a_seed_repeats_a_sampled_text(front: Front, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_hangs_up_ends_its_request_there(front: Front, streams: bool) -> None:
-    """Else vLLM would write all of its tokens."""
+    """Else vLLM would write all of its tokens.
+
+    It writes them in a fraction of a second, so a busy client may leave too late: then once more.
+    """
     length = MAX_SEQ_LEN - 20
-    written = front.counted("generation_tokens_total")
+    outcomes = [hang_up(front, body(max_tokens=length, stream=streams))]
+    while outcomes[-1][:2] != ("hung up", None) or outcomes[-1][2] >= length:
+        assert len(outcomes) < 20, outcomes
+        outcomes.append(hang_up(front, body(max_tokens=length, stream=streams)))
+
+
+def hang_up(front: Front, asked: dict[str, Any]) -> tuple[str, int | None, float]:
+    """Leave as soon as vLLM has begun: the gateway's status and output tokens, vLLM's tokens."""
+    written, before = front.counted("generation_tokens_total"), len(front.lines)
     host, port = front.url.removeprefix("http://").split(":")
-    data = json.dumps(body(max_tokens=length, stream=streams)).encode()
+    data = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-    before = len(front.lines)
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + data)
+        until(lambda: front.counted("num_requests_running") == 1 or len(front.lines) > before)
+    until(lambda: len(front.lines) > before)
 
     def is_idle() -> bool:
         """vLLM says so in its next step, so it is given one."""
         front.direct.generate("x", max_tokens=1)
         return front.counted("num_requests_running") == 0
 
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + data)
-        until(lambda: front.counted("num_requests_running") == 1)
-    until(lambda: len(front.lines) > before)
     until(is_idle)
     line = json.loads(front.lines[-1])
-    assert (line["status"], line["output_tokens"]) == ("hung up", None)
-    assert front.counted("generation_tokens_total") - written < length
+    return line["status"], line["output_tokens"], front.counted("generation_tokens_total") - written
 
 
 def until(condition: Any) -> None:

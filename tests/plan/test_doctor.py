@@ -70,6 +70,13 @@ def test_a_machine_that_has_everything_is_ok(tmp_path: Path) -> None:
         assert checks[name].status == "ok", checks[name]
 
 
+def test_a_file_in_the_place_of_results_is_told(tmp_path: Path) -> None:
+    (tmp_path / "build").write_text("")
+    found = diagnoses_of(tmp_path, None, None, None, None)["results"]
+    assert (found.status, found.essential, found.hint) == ("missing", True, "rename or remove it")
+    assert found.detail == f"build in {tmp_path} is a file"
+
+
 def test_what_is_missing_is_said_with_its_hint(tmp_path: Path) -> None:
     checks = diagnoses_of(tmp_path, None, None, None, None)
     assert checks["tritonserver"].status == "missing"

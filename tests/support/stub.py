@@ -43,6 +43,7 @@ class Script:
     triton: bool = True
     log: bool = True
     at_once: bool = False  # over HTTP, all events in one write
+    decoupled: bool = True  # as the configuration of the model says over Triton's protocols
     plain_factor: float = (
         1.0  # how much longer every chunk takes over HTTP where num_draft_tokens is 0
     )
@@ -245,7 +246,7 @@ class Http(asyncio.Protocol):
         elif path == "/v1/models":
             self.whole(b'{"data": [{"id": "stub"}]}')
         elif path.endswith("/config"):
-            self.whole(json.dumps(model_config()).encode())
+            self.whole(json.dumps(model_config(script)).encode())
         elif path.endswith("/ready"):
             self.whole(b"", 200 if path == "/v2/models/tensorrt_llm/ready" else 400)
         else:
@@ -328,14 +329,14 @@ class Http(asyncio.Protocol):
             self.send(loop, due, events, i + 1, entry, fault)
 
 
-def model_config() -> dict[str, Any]:
+def model_config(script: Script) -> dict[str, Any]:
     """As Triton's HTTP gives it: of a packaged repository."""
     from google.protobuf import json_format
 
     from toolkit.triton.package import model_config as packaged
 
     found: dict[str, Any] = json_format.MessageToDict(
-        packaged.build(decoupled=True), preserving_proto_field_name=True
+        packaged.build(decoupled=script.decoupled), preserving_proto_field_name=True
     )
     return found
 
@@ -369,7 +370,7 @@ async def serve_grpc(book: Book) -> tuple[Any, int]:
     from google.protobuf import json_format
     from tritonclient.grpc import model_config_pb2, service_pb2
 
-    config = json_format.ParseDict(model_config(), model_config_pb2.ModelConfig())
+    config = json_format.ParseDict(model_config(book.script), model_config_pb2.ModelConfig())
     usual = [response_of(one) for one in triton_outputs(book.script, "")]
 
     async def model_config_call(request: bytes, context: Any) -> bytes:

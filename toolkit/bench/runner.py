@@ -31,7 +31,7 @@ from toolkit.bench.counters import (
     has_equal_blocks,
     pooled,
 )
-from toolkit.bench.definitions import METRICS
+from toolkit.bench.definitions import METRICS, PERCENTILES
 from toolkit.bench.limits import Limit, judge, straddled
 from toolkit.bench.meter import Meter
 from toolkit.bench.prompts import Prompt, name_of
@@ -762,6 +762,12 @@ def _findings(points: Sequence[BenchPoint], plan: Plan) -> list[Finding]:
                 " flight; use more (--requests)"
             )
             findings.append(Finding("load", "warning", detail))
+    answered = min((arm.requests - arm.failed for point in points for arm in point.arms), default=0)
+    lacking = {q: few for q in PERCENTILES if (few := metrics.too_few(answered, q)) is not None}
+    if answered and lacking:
+        needed = ", ".join(f"p{q} needs {few.need}" for q, few in lacking.items())
+        detail = f"{needed} answered requests, and there are {answered} (--requests)"
+        findings.append(Finding("percentiles", "note", detail))
     return findings
 
 

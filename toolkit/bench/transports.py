@@ -432,7 +432,11 @@ class GrpcTransport:
                 where=address,
                 hint="Name the served model with --model.",
             ) from error
-        return cls(address, model, timeout_s, ModelInterface.of(answer.config), channel)
+        interface = ModelInterface.of(answer.config)
+        if not interface.streams:
+            await channel.close()
+            raise _unstreamed(address)
+        return cls(address, model, timeout_s, interface, channel)
 
     def prepare(self, prompt: Prompt, options: Options) -> bytes:
         with _refusals(self.address):
@@ -493,6 +497,16 @@ class GrpcTransport:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _unstreamed(where: str) -> StageError:
+    """The error for a model that answers each request once."""
+    return StageError(
+        "bench",
+        "the model does not stream (triton.decoupled: false), and bench times chunks",
+        where=where,
+        hint="validate_latency.py, in the packaged repository, times whole answers.",
+    )
 
 
 class _refusals:  # noqa: N801 - reads as a statement in `with`
@@ -699,6 +713,8 @@ class HttpTransport(_EventTransport):
             raise StageError(
                 "bench", f"its model configuration cannot be read: {error}", where=url
             ) from error
+        if not form.streams:
+            raise _unstreamed(base)
         return cls(session, base, model, timeout_s, form)
 
     def prepare(self, prompt: Prompt, options: Options) -> bytes:

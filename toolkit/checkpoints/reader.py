@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.shape import ModelShape, read_json
+from toolkit.checkpoints.shape import UNREADABLE, ModelShape, read_json
 from toolkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -260,9 +260,11 @@ def read_header(file: Path) -> list[TensorInfo]:
                 )
             header = json.loads(stream.read(length))
     except FileNotFoundError:
-        raise CheckpointError("the shard is missing", where=file) from None
+        raise CheckpointError("the shard is missing", where=file, hint="fetch this shard") from None
     except OSError as exc:
-        raise CheckpointError(f"cannot be read ({exc.strerror})", where=file) from exc
+        raise CheckpointError(
+            f"cannot be read ({exc.strerror})", where=file, hint=UNREADABLE
+        ) from exc
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise CheckpointError(
             "the header is damaged", where=file, hint="fetch this shard again"
@@ -274,11 +276,15 @@ def read_header(file: Path) -> list[TensorInfo]:
     ):
         if math.prod(extents) * DTYPE_BYTES.get(dtype, 0) != stop - start:
             raise CheckpointError(
-                f"dtype {dtype} and shape of {name} do not match its number of bytes", where=file
+                f"dtype {dtype} and shape of {name} do not match its number of bytes",
+                where=file,
+                hint="fetch this shard again",
             )
         if start != end:
             raise CheckpointError(
-                f"the header is damaged: {name} begins at byte {start}, not at {end}", where=file
+                f"the header is damaged: {name} begins at byte {start}, not at {end}",
+                where=file,
+                hint="fetch this shard again",
             )
         end = stop
         infos.append(TensorInfo(name, file, dtype, extents, stop - start))

@@ -37,6 +37,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, qk_norm=False, sliding_window=True),
     "Qwen3ForCausalLM": Family("qwen3", qkv_bias=False, qk_norm=True, sliding_window=True),
 }
+UNREADABLE = "it has to be a file that you may read"  # the hint for an error of the system
 DTYPES = ("float32", "float16", "bfloat16")
 # Far above every published model. A larger number would be found only by running out of memory.
 LARGEST = {
@@ -229,11 +230,15 @@ def read_json(path: Path) -> dict[str, Any]:
             "is not a folder", where=path.parent, hint="name a folder in Hugging Face format"
         ) from None
     except OSError as exc:
-        raise CheckpointError(f"cannot be read ({exc.strerror})", where=path) from exc
+        raise CheckpointError(
+            f"cannot be read ({exc.strerror})", where=path, hint=UNREADABLE
+        ) from exc
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise CheckpointError(f"is not valid JSON ({exc})", where=path) from exc
+        raise CheckpointError(
+            f"is not valid JSON ({exc})", where=path, hint="fetch this file again"
+        ) from exc
     if not isinstance(data, dict):
-        raise CheckpointError("is not a JSON object", where=path)
+        raise CheckpointError("is not a JSON object", where=path, hint="fetch this file again")
     return data
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.patterns import expressions, gives_up, runs_away
+from toolkit.checkpoints.shape import UNREADABLE
 from toolkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         return Tokenizer.from_str(text)
     except Exception as exc:  # the library raises bare Exception for every fault
         raise CheckpointError(
-            f"cannot be parsed ({exc})", where=directory / "tokenizer.json"
+            f"cannot be parsed ({exc})",
+            where=directory / "tokenizer.json",
+            hint="fetch this file again, or save it with the `tokenizers` library of today",
         ) from exc
 
 
@@ -61,8 +64,14 @@ def tokenizer_text(directory: Path) -> str:
         try:
             text = file.read_text(encoding="utf-8")
             content = json.loads(text)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
-            raise CheckpointError(f"cannot be read ({exc})", where=file) from exc
+        except OSError as exc:
+            raise CheckpointError(
+                f"cannot be read ({exc.strerror})", where=file, hint=UNREADABLE
+            ) from exc
+        except (UnicodeDecodeError, json.JSONDecodeError) as exc:
+            raise CheckpointError(
+                f"cannot be read ({exc})", where=file, hint="fetch this file again"
+            ) from exc
         _check_expressions(content, file)
         return text
     convertible = [

@@ -81,6 +81,8 @@ def generate(
             "the prompt has bytes that are not UTF-8, or half of a surrogate pair",
             hint="Write it in UTF-8, and a character beyond U+FFFF as it is.",
         )
+    if not prompt:
+        raise UsageError("the prompt is empty", hint="Write at least one character.")
     options = {"temperature": temperature, "seed": seed, "draft_len": draft_len}
     address = _endpoint(where)
     if address is not None:
@@ -280,7 +282,7 @@ def _from_endpoint(
     )
     try:
         with Client(address) as client:
-            _show_stream(client.stream(prompt, request_options), as_json=as_json)
+            _show_stream(client.answer(prompt, request_options), as_json=as_json)
     except ServerUnavailable as error:
         hint = (
             "If the server has ended, start it again. Else give host:port of tritonserver's gRPC"

@@ -114,8 +114,7 @@ def _print_triton(
     show(f"http     http://{server.http_url}")
     show(f"grpc     {server.grpc_url}")
     show(f"metrics  {server.metrics_url}")
-    if config.triton.decoupled:
-        _print_examples(server, packaged, config.validation.prompts)
+    _print_examples(server, packaged, config)
 
 
 def _print_vllm(address: Address, prompts: Path) -> None:
@@ -134,8 +133,10 @@ def _print_vllm(address: Address, prompts: Path) -> None:
     )
 
 
-def _print_examples(server: TritonServer, packaged: TritonRepository, prompts: Path) -> None:
-    """Print commands that send a request to the server, and one that measures it."""
+def _print_examples(
+    server: TritonServer, packaged: TritonRepository, config: DeploymentConfig
+) -> None:
+    """Print commands that send a request to the server, and one that measures it if it streams."""
     model = packaged.model
     # The two layouts name these inputs differently.
     stream, max_tokens = "streaming", "sampling_param_max_tokens"
@@ -144,7 +145,8 @@ def _print_examples(server: TritonServer, packaged: TritonRepository, prompts: P
     body = json.dumps({"text_input": "def read_config(path):", stream: False, max_tokens: 32})
     show(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
     show(f'toolkit generate {server.grpc_url} "def read_config(path):"')
-    show(
-        f"toolkit bench {server.grpc_url} --prompts {shell_path(prompts)} --metrics"
-        f" {server.metrics_url}"
-    )
+    if config.triton.decoupled:
+        show(
+            f"toolkit bench {server.grpc_url} --prompts {shell_path(config.validation.prompts)}"
+            f" --metrics {server.metrics_url}"
+        )

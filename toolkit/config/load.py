@@ -345,9 +345,12 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
                 continue
             similar = similar_folder(base, written) if is_folder else None
             hint = "" if similar is None else f"did you mean {similar!r}? "
-            hint += f"A relative path starts at the folder of this file: {resolved}"
+            if not Path(written).expanduser().is_absolute():
+                hint += f"A relative path starts at the folder of this file: {resolved}"
             yield source.place(path).fault(
-                path, f"no such {'folder' if is_folder else 'file'}: {written}", hint
+                path,
+                f"no such {'folder' if is_folder else 'file'}: {written}",
+                hint or "Check the path.",
             )
         elif is_folder and not resolved.is_dir():
             yield source.place(path).fault(

@@ -190,10 +190,17 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
 
 
 def _syntax_hint(problem: str, lines: list[str], line: int) -> str | None:
-    if "'\\t'" in problem or "\t" in lines[min(line, len(lines)) - 1].partition("#")[0]:
+    near = lines[max(0, line - 2) : line]  # without its space, a key is noticed in the next line
+    if "'\\t'" in problem or "\t" in "".join(near[-1:]).partition("#")[0]:
         return "YAML is indented with spaces, not tabs."
+    if any(re.match(r"\s*[A-Za-z_]\w*:[^\s:/]", each) for each in near):
+        return "YAML wants a space behind the colon of a key."
     if "mapping values are not allowed" in problem:
         return 'Put text that contains ": " in quotes; otherwise check the indentation.'
+    if "expected ',' or" in problem:
+        return "Close every bracket and brace that is opened."
+    if "unexpected end of stream" in problem:
+        return "Close the quotes."
     if "single document" in problem:
         return "One file holds one deployment: remove the `---` between documents."
     return None
@@ -265,9 +272,20 @@ class _Reader:
     def _mapping(self, node: Any, path: KeyPath) -> dict[str | int, Any]:
         data: dict[str | int, Any] = {}
         # Below the top level all keys may be numbers; the schema says where that is allowed.
-        has_number_keys = bool(path) and all(key.tag == TAG + "int" for key, _ in node.value)
+        has_number_keys = bool(path) and all(
+            key.tag == TAG + "int" or _lacks_space(key, value) for key, value in node.value
+        )
         key_tag = TAG + ("int" if has_number_keys else "str")
         for key, value in node.value:
+            if _lacks_space(key, value):
+                name, _, rest = key.value.partition(":")
+                self.fault(
+                    key,
+                    path,
+                    f"{key.value!r:.40} has no space behind its colon",
+                    f"Write {name}: {rest}",
+                )
+                continue
             if not isinstance(key, yaml.ScalarNode) or key.tag != key_tag:
                 self.fault(
                     key,
@@ -321,6 +339,12 @@ class _Reader:
             )
             return None
         return text
+
+
+def _lacks_space(key: Any, value: Any) -> bool:
+    """Whether `{1:4}` stands for `{1: 4}`: YAML reads it as the key "1:4" without a value."""
+    is_bare = isinstance(key, yaml.ScalarNode) and key.style is None and ":" in key.value
+    return is_bare and value.start_mark.index == value.end_mark.index
 
 
 def _override(source: Source, override: str) -> None:

@@ -165,15 +165,13 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
         else "free some space: builds keep quantized weights and engines"
     )
     yield Diagnosis("disk", OK if hint is None else WARN, f"{size(free)} free in {folder}", hint)
-    is_writable = os.access(folder, os.W_OK)
-    hint = None if is_writable else "run the toolkit from a folder that you can write to"
-    yield Diagnosis(
-        "results",
-        OK if is_writable else MISSING,
-        f"build/, engines/, triton_repo/ in {folder}",
-        hint,
-        essential=True,
-    )
+    found, hint = f"build/, engines/, triton_repo/ in {folder}", None
+    for at in (folder / name for name in ("build", "engines", "triton_repo")):
+        if at.exists() and not at.is_dir():
+            found, hint = f"{at.name} in {folder} is a file", "rename or remove it"
+        elif not os.access(at if at.exists() else folder, os.W_OK):
+            hint = "run the toolkit from a folder that you can write to"
+    yield Diagnosis("results", OK if hint is None else MISSING, found, hint, essential=True)
 
 
 def _libraries() -> Iterator[Diagnosis]:

@@ -299,6 +299,14 @@ def test_a_model_whose_process_dies_stops_the_server(
     assert not list(own_tmp.iterdir())
 
 
+def test_how_a_model_s_process_ended_stays_in_sight(tmp_path: Path) -> None:
+    """Triton prints dozens of lines while it stops."""
+    said = """E1126 08:00:00.000000 1 toolkit:0] "the model's process was killed by signal 9\""""
+    again = """E1126 08:00:01.000000 1 toolkit:0] "the model's process ended with exit code 1\""""
+    assert server_module.model_death(["I1126 started", said, again]) == [said]
+    assert server_module.model_death(["I1126 started"]) == []
+
+
 def test_clients_of_a_model_whose_process_dies_are_told_soon(
     repository: Callable[[str], Path], own_tmp: Path
 ) -> None:

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +54,7 @@ __all__ = [
     "find_libpython",
     "find_server",
     "launch_command",
+    "model_death",
     "server_arguments",
 ]
 
@@ -84,6 +85,13 @@ class ServerInstall:
     @property
     def origin(self) -> str:
         return f"PATH ({self.binary})" if self.wheel is None else "the nvidia-pytriton wheel"
+
+
+def model_death(lines: Sequence[str]) -> list[str]:
+    """The line in which the native backend says how a model's process ended: Triton goes on
+    printing while it stops.
+    """
+    return [line for line in lines if "] \"the model's process " in line][:1]
 
 
 def find_server() -> ServerInstall:
@@ -262,6 +270,7 @@ class TritonServer:
             # Triton prints wide tables of options after every error. They are left out, since each
             # error in them was also printed as a line before.
             is_noise=lambda line: line[0] in "+|",
+            cause=model_death,
         )
         self._ports: dict[str, int] = {}
 
