@@ -375,6 +375,25 @@ def test_probes_of_many_short_texts_take_a_small_share_of_the_time() -> None:
     assert calls - probes <= 45 and probes <= 4
 
 
+def test_a_long_text_behind_many_short_ones_is_probed_as_soon_as_that_is_paid() -> None:
+    """Short ones do not live to see a probe, and what they decide again and again holds no long
+    one up.
+    """
+    adaptive = adaptive_of()
+    for number in range(40):
+        short = 20 if number > 4 else 200
+        engines = Timed(TEXT[:short], TEXT if number < 3 else WRONG, draft_ns=90)
+        serve(engines, max_tokens=short, clock=engines.clock, adaptive=adaptive)
+    due = adaptive.controller.tokens_until_paid()
+    long = TEXT * 10
+    engines = Timed(long, long, draft_ns=90)
+    events, _ = serve(engines, max_tokens=len(long), clock=engines.clock, adaptive=adaptive)
+    figures = stats(events)
+    assert 20 < due < 1000
+    assert engines.rounds[0] == 0 and engines.rounds[1] > 0
+    assert figures.steps_by_reason["acceptance"] < 1.2 * due
+
+
 def test_a_draft_that_fails_says_so_in_the_steps_after_it() -> None:
     events, _ = serve(Scripted(TEXT, TEXT, fails_after=2), max_tokens=40, on_draft_failure="plain")
     assert list(stats(events).steps_by_reason) == ["fixed", "draft failed"]

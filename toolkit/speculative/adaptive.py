@@ -333,6 +333,15 @@ class Controller:
         """Whether enough was saved for the probe of a row."""
         return self._saved_ns >= self.costs.probe_ns(1)
 
+    def tokens_until_paid(self) -> int:
+        """How many output tokens a request alone decodes plainly until enough is saved for a probe
+        (`save_for_probes`).
+        """
+        lacking_ns = self.costs.probe_ns(1) - self._saved_ns
+        if lacking_ns <= 0:
+            return 0
+        return math.ceil(lacking_ns / (PROBE_SHARE_ALONE * self.costs.step_ns(1, 1)))
+
     def save_for_probes(self, plain_ns: int) -> None:
         """Plain decoding took so long, where no steps are counted (`keeps`)."""
         self._save(PROBE_SHARE_ALONE * plain_ns)

@@ -31,9 +31,10 @@ from toolkit.words import DraftLenReason, FinishReason
 __all__ = ["Adaptive", "DraftFailed", "Drafts", "Engines", "Part", "Rounds", "Settings"]
 
 MEASURED_PLAIN_TOKENS = 8  # that are decoded plainly to learn what that costs
-# After which it is decided again, where no draft pays: at first, and at most, since a call takes
-# time itself, and what was decided twice is likely to be decided again.
-PLAIN_TOKENS_AT_LOAD, MOST_PLAIN_TOKENS = 32, 1024
+# A call takes time itself, so that one for fewer tokens is not worth it. Where even a perfect draft
+# would not pay, it is decided again after so many, and at most so many: what was decided twice is
+# likely to be decided again.
+PLAIN_TOKENS, MOST_PLAIN_TOKENS = 32, 1024
 
 
 class DraftFailed(RequestError):
@@ -115,13 +116,13 @@ class Settings:
 @dataclass(slots=True)
 class Adaptive:
     """What chooses draft lengths, shared by the requests of a deployment that come one after the
-    other. costs: the same that the controller decides by. plain_tokens: to decode plainly before it
-    is decided again.
+    other. costs: the same that the controller decides by. plain_tokens: to decode plainly at this
+    load before it is decided again.
     """
 
     controller: Controller
     costs: CallCosts
-    plain_tokens: int = PLAIN_TOKENS_AT_LOAD
+    plain_tokens: int = PLAIN_TOKENS
 
 
 class Rounds:
@@ -184,13 +185,13 @@ class Rounds:
         # The first token is requested without drafts, so that it does not wait for the draft's
         # prefill; with all that follow it, if nothing will be drafted.
         if self._begins_plainly():
-            yield from self._plain(self._plain_tokens())
+            yield from self._plain(self._next_plain_tokens())
         else:
             yield self._take(self._engines.verify(self._ids, NO_DRAFTS))
         while (overdue_event := self._overdue_event()) is None:
             room = min(self._choose_draft_len(), self._end - len(self._ids) - 1)
             if self._adaptation is not None and room == 0:
-                yield from self._plain(self._plain_tokens())
+                yield from self._plain(self._next_plain_tokens())
                 continue
             try:
                 yield self._round(room)
@@ -266,35 +267,39 @@ class Rounds:
         if untried is not None:
             self._reason = "measuring"
             return min(untried, self._settings.draft_len)
-        if adaptive.controller.is_probe_due(state) and self._may_probe():
+        if adaptive.controller.is_probe_due(state) and self._tokens_until_paid() == 0:
             self._reason = "probe"
             return adaptive.costs.probe_len
         adaptive.controller.reconsider()
         adaptive.controller.choose([state], limit=self._settings.draft_len)
         self._reason = state.reason
         if state.draft_len:
-            adaptive.plain_tokens = PLAIN_TOKENS_AT_LOAD
+            adaptive.plain_tokens = PLAIN_TOKENS
         return state.draft_len or 0
 
-    def _may_probe(self) -> bool:
-        """Later probes of a request come so late that they take a small share of its time. The
-        first ones of many short texts would not.
+    def _tokens_until_paid(self) -> int:
+        """Plain tokens until a probe is paid. Later probes of a request come so late that they take
+        a small share of its time. The first ones of many short texts would not.
         """
         state, adaptive = self._adaptation, self._adaptive
-        if state is None or adaptive is None:
-            return False
-        return state.total_trials > 0 or adaptive.controller.can_pay_probe()
+        if state is None or adaptive is None or state.total_trials > 0:
+            return 0
+        return adaptive.controller.tokens_until_paid()
 
-    def _plain_tokens(self) -> int:
+    def _next_plain_tokens(self) -> int:
         """How many tokens to decode plainly before it is decided again."""
         if self._reason == "measuring":
             return MEASURED_PLAIN_TOKENS
         state, adaptive = self._adaptation, self._adaptive
         if state is None or adaptive is None:
-            return PLAIN_TOKENS_AT_LOAD
-        until_probe = state.probe_after - state.plain_tokens
-        if self._reason == "acceptance" and until_probe > 0 and self._may_probe():
-            return until_probe
+            return PLAIN_TOKENS
+        if self._reason == "acceptance":
+            until_probe = state.probe_after - state.plain_tokens
+            if until_paid := self._tokens_until_paid():
+                # A little more: another call, for what an estimate lacks, would take longer.
+                until_probe = max(until_probe, until_paid + until_paid // 8, PLAIN_TOKENS)
+            if until_probe > 0:
+                return until_probe
         count = adaptive.plain_tokens
         adaptive.plain_tokens = min(2 * count, MOST_PLAIN_TOKENS)
         return count
