@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from toolkit.speculative.adaptive import (
@@ -359,6 +359,40 @@ def test_decisions_that_change_nothing_come_at_longer_intervals() -> None:
     state.hits = 100.0
     assert steps_until_the_next() == intervals[-1]
     assert steps_until_the_next() < intervals[-1]
+
+
+def test_a_new_request_without_drafts_is_no_reason_to_decide_more_often() -> None:
+    decider = controller()
+    hopeless = Adaptation(0.0, 1000.0)
+    intervals = []
+    for request in (hopeless, hopeless, hopeless, Adaptation(0.0, 1000.0), Adaptation(0.0, 1000.0)):
+        assert chosen(decider, request) == [0]
+        steps = 1
+        while decider.keeps(1):
+            steps += 1
+        intervals.append(steps)
+    assert intervals[0] < intervals[2] == intervals[3] == intervals[4]
+    assert chosen(decider, Adaptation(1000.0, 1000.0)) == [LONGEST]
+    assert decider.keeps(1) and not all(decider.keeps(1) for _ in range(intervals[0]))
+
+
+@given(
+    alpha=st.floats(0.0, 1.0),
+    rows=st.integers(1, 16),
+    longest=st.integers(1, LONGEST),
+    verify=st.floats(0.1, 1.0),
+)
+def test_whether_a_draft_would_pay_is_what_the_speeds_say(
+    alpha: float, rows: int, longest: int, verify: float
+) -> None:
+    """Rows that are alike are compared by a shorter way."""
+    costs = Costs(tuple(1.0 + verify * width for width in range(LONGEST + 1)), per_row=0.3)
+    decider = controller(costs)
+    plain = decider._speed([alpha] * rows, [0] * rows, ())
+    speeds = [decider._speed([alpha] * rows, [k] * rows, ()) for k in range(1, longest + 1)]
+    best = max(speeds)
+    assume(abs(best - plain) > 1e-9 * plain)
+    assert decider._would_pay(alpha, rows, longest, ()) == (best > plain)
 
 
 def test_fixed_rows_of_the_batch_cost_their_time_too() -> None:

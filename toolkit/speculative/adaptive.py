@@ -398,7 +398,11 @@ class Controller:
         longests = [min(longest, 1) if state.is_doubtful else longest for state in states]
         best = self._best(alphas, longests, fixed)
         best = self._settled(states, alphas, longests, best, fixed)
-        is_same = [state.draft_len for state in states] == best.draft_lens
+        # A new request that does not draft, as those before it, changes nothing.
+        unset = 0 if self._deepest == 0 else None
+        is_same = best.draft_lens == [
+            unset if state.draft_len is None else state.draft_len for state in states
+        ]
         is_steady = is_same and not self._wants_ends
         is_loaded: bool | None = None
         self._deepest = max(best.draft_lens, default=0)
@@ -411,8 +415,8 @@ class Controller:
             is_too_short = _length(alpha, longest) < self.settings.min_acceptance_length
             length = 0 if is_too_short else draft_len
             if length == 0 and is_loaded is None:
-                perfect = [max(each, PERFECT_ACCEPTANCE) for each in alphas]
-                is_loaded = not self._would_pay(perfect, longest, fixed)
+                perfect = max(PERFECT_ACCEPTANCE, *alphas)
+                is_loaded = not self._would_pay(perfect, len(states), longest, fixed)
                 self._why_not = "load" if is_loaded else "acceptance"
             if length:
                 self._least_worth = min(self._least_worth, self.trust * alpha**length)
@@ -522,7 +526,7 @@ class Controller:
         best = _Plan([0] * len(alphas), self._speed(alphas, [0] * len(alphas), fixed))
         longest = max(longests, default=0)
         # Where no length would pay if all rows were like the best one, none does.
-        if not alphas or not self._would_pay([max(alphas)] * len(alphas), longest, fixed):
+        if not alphas or not self._would_pay(max(alphas), len(alphas), longest, fixed):
             return best
         trust = self.trust
         worth = [
@@ -551,13 +555,25 @@ class Controller:
         ]
         return draft_ns, [self.costs.step_ns(rows, float(width)) for width in range(1, longest + 2)]
 
-    def _would_pay(self, alphas: Sequence[float], longest: int, fixed: Sequence[int]) -> bool:
-        """Whether some draft length would pay for all rows together."""
-        plain = self._speed(alphas, [0] * len(alphas), fixed)
-        return any(
-            self._speed(alphas, [length] * len(alphas), fixed) > plain
-            for length in range(1, longest + 1)
-        )
+    def _would_pay(self, alpha: float, rows: int, longest: int, fixed: Sequence[int]) -> bool:
+        """Whether some draft length would pay, if all of so many rows had this acceptance."""
+        if fixed:
+            alphas = [alpha] * rows
+            plain = self._speed(alphas, [0] * rows, fixed)
+            return any(
+                self._speed(alphas, [length] * rows, fixed) > plain
+                for length in range(1, longest + 1)
+            )
+        step_ns, trust = self.costs.step_ns, self.trust
+        plain_ns = step_ns(rows, 1.0)
+        drafting_ns, tokens, worth = 0.0, 1.0, trust
+        for length in range(1, longest + 1):
+            worth *= alpha
+            tokens += worth
+            drafting_ns += self.costs.draft_ns(rows, length)
+            if tokens * plain_ns > drafting_ns + step_ns(rows, 1.0 + length):
+                return True
+        return False
 
     def _speed(
         self, alphas: Sequence[float], draft_lens: Sequence[int], fixed: Sequence[int]
