@@ -82,7 +82,7 @@ class Job:
     """
 
     id: str
-    name: str  # the client's our_settings request id, possibly empty
+    name: str  # the client's own id of the request, possibly empty
     sender: Any
     answer: Answer
     timeout_ms: int
