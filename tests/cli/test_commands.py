@@ -514,6 +514,12 @@ def test_a_prompt_that_is_no_text_is_refused(where: str, deployment: Path) -> No
     assert "half of a surrogate pair" in done.stderr
 
 
+def test_an_address_that_cannot_be_is_refused(deployment: Path) -> None:
+    done = toolkit_here("generate", "localhost:99999", "def f(x):", cwd=deployment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "a port is at most 65535" in done.stderr
+
+
 @pytest.mark.parametrize("where", ["tiny.yaml", "127.0.0.1:9"])
 def test_an_empty_prompt_is_refused(where: str, deployment: Path) -> None:
     done = toolkit_here("generate", where, "", cwd=deployment)
@@ -766,6 +772,55 @@ def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
     assert "finished stages are kept" in err
     assert "Traceback" not in err
     assert list((deployment / "build" / "store").rglob(".tmp.*")) == []
+
+
+@pytest.mark.slow
+def test_a_terminated_build_ends_its_compiler_and_leaves_nothing(
+    deployment: Path, tmp_path: Path
+) -> None:
+    """`timeout`, CI and systemd send SIGTERM, to this process alone."""
+    command = [sys.executable, "-m", "toolkit", "build", "tiny.yaml", "--until", "compile"]
+    command += ["--set", "engine.dtype=float32", "--set", "engine.mode=compiled"]
+    process = subprocess.Popen(
+        command,
+        cwd=deployment,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "compiling kernels" in line:
+            break
+    else:
+        pytest.fail("".join(lines))
+    time.sleep(1)  # the compiler has started
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "finished stages are kept" in err
+    assert list(tmp_path.glob("toolkit-*")) == []
+    listed = ["pgrep", "--runstates", "R,S,D", "--list-full", "--pgroup", str(process.pid)]
+    found = subprocess.run(listed, capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["engines", "build/reports"])
+def test_a_build_looks_first_whether_its_results_can_be_written(
+    name: str, deployment: Path
+) -> None:
+    work = deployment / "elsewhere"
+    (work / name).parent.mkdir(parents=True)
+    (work / name).write_text("")
+    done = toolkit_here("build", "../tiny.yaml", cwd=work)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert f"{work / name} is a file" in done.stderr
+    assert not (work / "build" / "store").exists()
+    shutil.rmtree(work)
 
 
 @pytest.mark.slow

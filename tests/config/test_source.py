@@ -199,9 +199,12 @@ def test_tabs_get_their_own_hint(tmp_path: Path) -> None:
     [
         (b"s:\n  a:4\n  b: 5\n", "wants a space behind the colon"),
         (b"s:\n  b: 5\n  a:4\n", "wants a space behind the colon"),
-        (b"a: [1, 2\n", "Close every bracket and brace"),
-        (b"a: {b: 1\n", "Close every bracket and brace"),
+        (b"a: [1, 2\n", "Close each bracket and brace"),
+        (b"a: {b: 1\n", "Close each bracket and brace"),
         (b"a: 'open\n", "Close the quotes"),
+        (b"a: 1\n---\nb: 2\n", "One file holds one deployment"),
+        (b"s:\n  a:4 # four\n  # and five\n  b: 5\n", "wants a space behind the colon"),
+        (b"a: {b: 1}}\n", "Close each bracket and brace"),
         (b"u: http://x\n v: 1\n", "check the indentation"),
     ],
 )

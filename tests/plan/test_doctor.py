@@ -73,8 +73,17 @@ def test_a_machine_that_has_everything_is_ok(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_results_is_told(tmp_path: Path) -> None:
     (tmp_path / "build").write_text("")
     found = diagnoses_of(tmp_path, None, None, None, None)["results"]
-    assert (found.status, found.essential, found.hint) == ("missing", True, "rename or remove it")
-    assert found.detail == f"build in {tmp_path} is a file"
+    assert (found.status, found.essential) == ("missing", True)
+    assert found.detail == f"{tmp_path / 'build'} is a file"
+    (tmp_path / "build").unlink()
+    (tmp_path / "build").symlink_to("nowhere")
+    found = diagnoses_of(tmp_path, None, None, None, None)["results"]
+    assert found.detail == f"{tmp_path / 'build'} is a link to no folder"
+    (tmp_path / "build").unlink()
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "reports").write_text("")
+    found = diagnoses_of(tmp_path, None, None, None, None)["results"]
+    assert found.detail == f"{tmp_path / 'build' / 'reports'} is a file"
 
 
 def test_what_is_missing_is_said_with_its_hint(tmp_path: Path) -> None:

@@ -249,6 +249,8 @@ def read_header(file: Path) -> list[TensorInfo]:
             hint="rename the folder",
         ) from exc
     try:
+        if file.exists() and not file.is_file():  # reading a pipe could wait for ever
+            raise CheckpointError("is not a file", where=file, hint=UNREADABLE)
         size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))

@@ -113,7 +113,13 @@ def _endpoint(where: str) -> str | None:
             f"{where} is not host:port of a gRPC endpoint",
             hint="`toolkit serve` prints the address, for instance 127.0.0.1:8001.",
         )
-    return None if url is None else url["address"]
+    if url is None:
+        return None
+    from toolkit.client import MAX_PORT
+
+    if int(url["address"].rpartition(":")[2]) > MAX_PORT:
+        raise UsageError(f"{where}: a port is at most {MAX_PORT}", hint="Check the address.")
+    return url["address"]
 
 
 def _in_process(

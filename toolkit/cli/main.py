@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 from typer.exceptions import TyperException
 
 from toolkit.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, STAGES, app, say
+from toolkit.cli.foreground import Signal
 from toolkit.errors import ToolkitError
 
 __all__ = ["main"]
@@ -23,7 +26,11 @@ def main() -> None:
     # when it is loaded, so it is set before every heavy import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _replace_closed_streams()
-    arguments = sys.argv[1:]
+    with _terminated_as_interrupted():
+        sys.exit(_exit_code(sys.argv[1:]))
+
+
+def _exit_code(arguments: list[str]) -> int:
     try:
         code = app(arguments, prog_name="toolkit", standalone_mode=False) or 0
         if code == EXIT_INTERRUPTED:  # typer turns a KeyboardInterrupt into this code
@@ -52,7 +59,33 @@ def main() -> None:
         with contextlib.suppress(OSError):
             sys.stdout.close()
         code = EXIT_FAILED
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, as `timeout`, CI and systemd send it, ends a command as Ctrl-C does. Further ones
+    are ignored, and the cleaning up goes on.
+
+    A terminal interrupts what this process has started, too, such as a compiler and its parts. Here
+    nobody else does, and before this process lets go of it, since then its parts would be lost.
+    """
+    from toolkit.pipeline.memory import process_tree
+
+    def terminate(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        own = os.getpid()
+        for pid in [pid for pid in process_tree(own) if pid != own]:
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) == os.getpgrp():
+                    os.kill(pid, number)
+        raise Signal(number)
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _replace_closed_streams() -> None:
@@ -79,4 +112,6 @@ def _interrupted(arguments: list[str]) -> int:
         say("interrupted; finished stages are kept, and the same command continues after them")
     else:
         say("interrupted")
-    return EXIT_INTERRUPTED
+    # It is ignored once it came; serving commands, which handle it themselves, do not come here.
+    was_terminated = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    return 128 + signal.SIGTERM if was_terminated else EXIT_INTERRUPTED

@@ -271,6 +271,8 @@ def _wrong_value(
         )
     if kind in TYPES:
         noun, hint = TYPES[kind]
+        if value is None and noun in ("text", "a path"):
+            hint = "Write a value, or remove the line."
         hint += _or_a_word(path, variant)
         return ("is empty" if value is None else f"{shown} is not {noun}"), hint
     return f"{shown}: {text[:1].lower()}{text[1:]}", None

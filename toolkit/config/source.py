@@ -170,11 +170,15 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (1, 1) if mark is None else (mark.line + 1, mark.column + 1)
-        problem = error.problem or "bad syntax"
+        problem = (error.problem or "bad syntax").removeprefix("but ")
         context_line = f", line {error.context_mark.line + 1}" if error.context_mark else ""
         context = f" ({error.context}{context_line})" if error.context else ""
+        begun = line if error.context_mark is None else error.context_mark.line + 1
         raise fault(
-            line, column, f"not valid YAML: {problem}{context}", _syntax_hint(problem, lines, line)
+            line,
+            column,
+            f"not valid YAML: {problem}{context}",
+            _syntax_hint(f"{error.context} {problem}", lines, line, begun),
         ) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
@@ -189,16 +193,18 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
         raise fault(1, 1, "is nested too deeply", CONFIG_HINT) from error
 
 
-def _syntax_hint(problem: str, lines: list[str], line: int) -> str | None:
-    near = lines[max(0, line - 2) : line]  # without its space, a key is noticed in the next line
+def _syntax_hint(problem: str, lines: list[str], line: int, begun: int) -> str | None:
+    """problem: with its context. begun: the line in which that begins."""
+    # Without its space, a key is noticed in the next line, or behind the comments there.
+    near = [*lines[begun - 1 : begun], *lines[max(0, line - 8) : line]]
     if "'\\t'" in problem or "\t" in "".join(near[-1:]).partition("#")[0]:
         return "YAML is indented with spaces, not tabs."
     if any(re.match(r"\s*[A-Za-z_]\w*:[^\s:/]", each) for each in near):
         return "YAML wants a space behind the colon of a key."
     if "mapping values are not allowed" in problem:
         return 'Put text that contains ": " in quotes; otherwise check the indentation.'
-    if "expected ',' or" in problem:
-        return "Close every bracket and brace that is opened."
+    if "expected ',' or" in problem or problem.endswith(("found '}'", "found ']'")):
+        return "Close each bracket and brace that is opened, once."
     if "unexpected end of stream" in problem:
         return "Close the quotes."
     if "single document" in problem:

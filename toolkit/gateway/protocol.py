@@ -317,7 +317,7 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...] | None:
     if not stops:
         return None
     if not isinstance(stops, list) or not all(isinstance(word, str) and word for word in stops):
-        raise Refusal("stop has to be a string or a list of strings", parameter="stop")
+        raise Refusal("stop has to be a string or a list of strings, none empty", parameter="stop")
     if len(stops) > MAX_STOPS:
         what = f"stop has {len(stops)} words, and at most {MAX_STOPS} are served"
         raise Refusal(what, parameter="stop")

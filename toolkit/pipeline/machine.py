@@ -19,6 +19,7 @@ __all__ = [
     "gpus",
     "machine",
     "memory_bytes",
+    "obstacle",
     "program",
     "usable_cores",
 ]
@@ -66,6 +67,14 @@ def cpu_flags() -> frozenset[str]:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def obstacle(path: Path) -> str | None:
+    """Why no folder can be made at path, or written to; None if that is possible."""
+    at = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not at.is_dir():
+        return f"{at} is {'a link to no folder' if at.is_symlink() else 'a file'}"
+    return None if os.access(at, os.W_OK) else f"{at} cannot be written to"
 
 
 def memory_bytes() -> int:

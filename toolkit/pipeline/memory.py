@@ -103,21 +103,24 @@ class PeakMemory:
             self._take_sample()
 
     def _take_sample(self) -> None:
-        processes = _tree(self._root or os.getpid())
+        processes = process_tree(self._root or os.getpid())
         self.bytes = max(self.bytes, sum(_status_bytes(pid, "VmRSS") for pid in processes))
 
 
 def _children_bytes() -> int:
     """Resident memory of all processes below this one."""
-    return sum(_status_bytes(pid, "VmRSS") for pid in _tree(os.getpid()) if pid != os.getpid())
+    return sum(
+        _status_bytes(pid, "VmRSS") for pid in process_tree(os.getpid()) if pid != os.getpid()
+    )
 
 
-def _tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
+    """A process and all below it."""
     yield pid
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
             for child in file.read_text().split():
-                yield from _tree(int(child))
+                yield from process_tree(int(child))
 
 
 def _status_bytes(pid: int, name: str) -> int:

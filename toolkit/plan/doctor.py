@@ -20,7 +20,7 @@ from typing import Final, Literal, TypeAlias
 
 from toolkit.errors import BackendUnavailable, ToolkitError
 from toolkit.facts.triton_server import BULLETIN, CVES, MENDED, WHEEL_VERSIONS, triton_version
-from toolkit.pipeline.machine import cpu_flags, gpus, machine, memory_bytes, usable_cores
+from toolkit.pipeline.machine import cpu_flags, gpus, machine, memory_bytes, obstacle, usable_cores
 from toolkit.rounding import size
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -165,13 +165,15 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
         else "free some space: builds keep quantized weights and engines"
     )
     yield Diagnosis("disk", OK if hint is None else WARN, f"{size(free)} free in {folder}", hint)
-    found, hint = f"build/, engines/, triton_repo/ in {folder}", None
-    for at in (folder / name for name in ("build", "engines", "triton_repo")):
-        if at.exists() and not at.is_dir():
-            found, hint = f"{at.name} in {folder} is a file", "rename or remove it"
-        elif not os.access(at if at.exists() else folder, os.W_OK):
-            hint = "run the toolkit from a folder that you can write to"
-    yield Diagnosis("results", OK if hint is None else MISSING, found, hint, essential=True)
+    names = ("build/store", "build/reports", "engines", "triton_repo")
+    found = next(filter(None, (obstacle(folder / name) for name in names)), None)
+    yield Diagnosis(
+        "results",
+        OK if found is None else MISSING,
+        found or f"build/, engines/, triton_repo/ in {folder}",
+        None if found is None else "mend that, or run the toolkit in another folder",
+        essential=True,
+    )
 
 
 def _libraries() -> Iterator[Diagnosis]:

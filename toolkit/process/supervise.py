@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -56,6 +57,10 @@ SHM_CHECK_INTERVAL_S = 5.0  # reading the maps of vLLM's four processes takes so
 # Shared memory that vLLM makes: Python's multiprocessing, and its own exchange between CPUs. Other
 # files there, such as a model's weights, belong to the user.
 SHM_NAMES = ("psm_*", "sem.mp-*", "*cpushm*")
+# Of each thread of the server, reserved and not taken. Triton (24.10) reads a body that is called a
+# form, as `curl -d` calls every body, on the stack of an HTTP thread: with the usual 8 MiB one of
+# 5 MB ends the server; with this one 32 MB is read, and refused by the model.
+STACK_BYTES = 64 << 20
 STUB_DIED = 70  # exit code: EX_SOFTWARE of sysexits.h
 
 
@@ -120,6 +125,9 @@ def main(arguments: list[str]) -> int:
 
     def in_the_child() -> None:
         os.setpgid(0, 0)
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        stack = STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, most))
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

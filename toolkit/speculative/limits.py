@@ -84,7 +84,9 @@ def check_total_length(
         raise RequestError(
             f"{length} {unit} and max_tokens {max_tokens} together exceed max_seq_len"
             f" {max_seq_len}",
-            hint=f"Ask for at most {max_seq_len - length} tokens.",
+            hint=f"Ask for at most {max_seq_len - length} tokens."
+            if length < max_seq_len
+            else "Send a shorter prompt.",
         )
 
 

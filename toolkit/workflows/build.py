@@ -8,8 +8,8 @@ from pathlib import Path
 
 from toolkit.config.schema import DeploymentConfig
 from toolkit.engines.spec import engine_spec
-from toolkit.errors import BackendUnavailable, UsageError
-from toolkit.pipeline.machine import gpus
+from toolkit.errors import BackendUnavailable, StageError, UsageError
+from toolkit.pipeline.machine import gpus, obstacle
 from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
@@ -80,6 +80,7 @@ def build(
     `stages_of(config)`. plan: the plan, if the caller has made it already. here: what serves the
     deployment; None for this machine. Raises what the stages raise.
     """
+    _check_folders(config.name, workplace, store)
     if stages is None:
         plan = plan or possible_plan(config)
         if until in ("compile", "package", "validate"):
@@ -140,6 +141,19 @@ def _check_draft_path(config: DeploymentConfig, workplace: Workplace) -> None:
     folder = (workplace.engines(config.name) / "draft").absolute()
     method = METHODS[config.speculation.kind]
     check_draft_path({SPECULATION: {"method": method, "model": str(folder)}})
+
+
+def _check_folders(name: str, workplace: Workplace, store: Store) -> None:
+    """Raises StageError if results could not be written, before anything is computed."""
+    for path in (
+        store.root,
+        workplace.engines(name),
+        workplace.repository(name),
+        workplace.report(name),
+    ):
+        if fault := obstacle(path):
+            hint = "Rename or remove it, or run the toolkit in another folder."
+            raise StageError("build", fault, hint=hint)
 
 
 def explain_build(

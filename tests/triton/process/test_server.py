@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -297,6 +300,21 @@ def test_a_model_whose_process_dies_stops_the_server(
             server.check()
         assert f"a model's Python process ({stub}) died" in failed.value.log_tail
     assert not list(own_tmp.iterdir())
+
+
+def test_a_form_larger_than_a_usual_stack_does_not_end_the_server(
+    repository: Callable[[str], Path], own_tmp: Path
+) -> None:
+    """`curl -d` calls every body a form, and Triton reads it on the stack of an HTTP thread."""
+    tensor = {"name": "x", "shape": [1], "datatype": "INT32", "data": [0]}
+    body = json.dumps({"id": "a" * 16_000_000, "inputs": [tensor]}).encode()
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    with TritonServer(repository(GOOD_MODEL)) as server:
+        url = f"http://{server.http_url}/v2/models/tiny/infer"
+        request = urllib.request.Request(url, body, form)
+        with contextlib.suppress(urllib.error.HTTPError):  # it may refuse it
+            urllib.request.urlopen(request, timeout=60).close()
+        server.check()
 
 
 def test_how_a_model_s_process_ended_stays_in_sight(tmp_path: Path) -> None:
