@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -360,7 +361,17 @@ def test_other_threads_run_during_a_forward(loaded: EmbeddedEngine) -> None:
     """A thread that wakes up every 0.1 ms or so notes the times at which it gets the interpreter's
     lock. Were the lock held during a forward, there would be at most one within it: where the
     forward ends, and the lock is given away before the end is noted here.
+
+    On a busy machine the thread may get no core for a while: then once more.
     """
+    medians = [statistics.median(times_within_forwards(loaded))]
+    while medians[-1] < 2:
+        assert len(medians) < 20, medians
+        medians.append(statistics.median(times_within_forwards(loaded)))
+
+
+def times_within_forwards(engine: EmbeddedEngine) -> list[int]:
+    """How often another thread ran within each of 100 forwards."""
     times_ns, is_over = [], threading.Event()
 
     def note_times() -> None:
@@ -368,23 +379,21 @@ def test_other_threads_run_during_a_forward(loaded: EmbeddedEngine) -> None:
             times_ns.append(time.perf_counter_ns())
             time.sleep(0)
 
-    chunk = torch.zeros((3, loaded.max_step_tokens), dtype=torch.int64)
+    chunk = torch.zeros((3, engine.max_step_tokens), dtype=torch.int64)
     spans_ns = []
     thread = threading.Thread(target=note_times)
     thread.start()
     try:
         for _ in range(100):
-            loaded.rewind([0, 1, 2], [0, 0, 0])
+            engine.rewind([0, 1, 2], [0, 0, 0])
             began_ns = time.perf_counter_ns()
-            loaded.forward([0, 1, 2], chunk)
+            engine.forward([0, 1, 2], chunk)
             spans_ns.append((began_ns, time.perf_counter_ns()))
     finally:
         is_over.set()
         thread.join()
-        loaded.rewind([0, 1, 2], [0, 0, 0])
-    within = [sum(began < at < ended for at in times_ns) for began, ended in spans_ns]
-    # On a busy machine it does not get a core within most of them.
-    assert sum(count >= 2 for count in within) >= 3
+        engine.rewind([0, 1, 2], [0, 0, 0])
+    return [sum(began < at < ended for at in times_ns) for began, ended in spans_ns]
 
 
 @needs_compiler
