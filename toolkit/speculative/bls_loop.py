@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from toolkit.errors import RequestError
@@ -24,6 +24,7 @@ from toolkit.interfaces import TokenEvent
 from toolkit.speculative.adaptive import Controller
 from toolkit.speculative.call_costs import CallCosts
 from toolkit.speculative.ending import Reason, last_text, read_block
+from toolkit.speculative.load_gate import LoadGate
 from toolkit.speculative.stats import Tally
 from toolkit.speculative.text import TextStream
 from toolkit.words import DraftLenReason, FinishReason
@@ -115,13 +116,14 @@ class Settings:
 
 @dataclass(slots=True)
 class Adaptive:
-    """What chooses draft lengths, shared by the requests of a deployment that come one after the
-    other. costs: the same that the controller decides by. plain_tokens: to decode plainly at this
-    load before it is decided again.
+    """What chooses draft lengths, shared by the requests of an instance, which come one after the
+    other. costs: the same that the controller decides by. gate: whether instances that work at the
+    same time may draft. plain_tokens: to decode plainly before it is decided again.
     """
 
     controller: Controller
     costs: CallCosts
+    gate: LoadGate = field(default_factory=LoadGate)
     plain_tokens: int = PLAIN_TOKENS
 
 
@@ -226,11 +228,14 @@ class Rounds:
             return self._take(part, checked=len(drafts.ids))
         event = self._take(part, drafts, checked=len(drafts.ids))
         accepted = min(len(drafts.ids), max(0, len(event.token_ids) - 1))
+        self._note_gain(len(part.ids), verified - started)
         self._learn(len(drafts.ids), accepted, verified - started)
         return event
 
     def _plain(self, count: int | None = None) -> Iterator[TokenEvent]:
-        """Decode `count` tokens, or the rest of the request, with the target alone."""
+        """Decode `count` tokens, or the rest of the request, with the target alone. It ends sooner
+        where the load has become another one, so that drafts may pay.
+        """
         before = len(self._ids)
         count = self._end - before if count is None else min(count, self._end - before)
         with contextlib.closing(self._engines.plain(self._ids, count)) as parts:
@@ -240,10 +245,14 @@ class Rounds:
                 self._tally.add_time(0, elapsed, 0)
                 if part.ids:
                     self._learn_plain(len(part.ids), None if is_first else elapsed)
+                if not is_first:
+                    self._note_gain(len(part.ids), elapsed)
                 is_first = False
                 yield self._take(part)
                 if (overdue_event := self._overdue_event()) is not None:
                     yield overdue_event
+                    return
+                if self._is_at_other_load():
                     return
                 started = self._clock()
         if len(self._ids) < before + count:
@@ -252,9 +261,21 @@ class Rounds:
 
     # Adaptive draft lengths.
 
+    def _note_gain(self, tokens: int, ns: int) -> None:
+        """What a round gave, or a call of plain decoding, without what reads the prompt."""
+        if self._adaptation is not None and self._adaptive is not None:
+            self._adaptive.gate.note(tokens, ns)
+
+    def _is_at_other_load(self) -> bool:
+        """Whether drafts may pay now, or do not any more."""
+        adaptive = None if self._adaptation is None else self._adaptive
+        return adaptive is not None and adaptive.gate.has_changed()
+
     def _begins_plainly(self) -> bool:
         adaptive = self._adaptive
-        if self._adaptation is None or adaptive is None or adaptive.costs.untried() is not None:
+        if self._adaptation is None or adaptive is None:
+            return False
+        if adaptive.gate.look() and adaptive.costs.untried() is not None:
             return False
         return self._choose_draft_len() == 0
 
@@ -263,6 +284,9 @@ class Rounds:
         state, adaptive = self._adaptation, self._adaptive
         if state is None or adaptive is None:
             return self._settings.draft_len
+        if not adaptive.gate.look():
+            self._reason = "load"
+            return 0
         untried = adaptive.costs.untried()
         if untried is not None:
             self._reason = "measuring"

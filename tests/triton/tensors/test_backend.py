@@ -5,8 +5,12 @@ their outcome in their text.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import tempfile
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +27,9 @@ from toolkit.triton.tensors.backend import (
     Gap,
     Metrics,
     error_response,
+    instance_number,
+    send_tensors,
+    shared_memory,
     steps_by_tokens,
 )
 from toolkit.triton.tensors.contract import METRICS, NEXT_TOKEN_BUCKETS
@@ -206,3 +213,72 @@ def test_the_client_reads_the_outcome_of_an_error(outcome: Any) -> None:
     read = refused(response.text, "here")
     assert isinstance(read, RequestRefused)
     assert (read.outcome, str(read)) == (outcome, "[5] is why")
+
+
+class Sender:
+    """Drops the tensors while it sends, as Triton does with those that were not asked for."""
+
+    alive, flags = False, -1
+
+    def send(self, response: list[weakref.ref[object]], flags: int) -> None:
+        gc.collect()
+        self.alive, self.flags = all(tensor() is not None for tensor in response), flags
+
+
+class Tensor:
+    pass
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_tensors_live_until_their_response_is_sent(is_final: bool) -> None:
+    """What only Triton holds it frees without the interpreter's lock."""
+    pb_utils = SimpleNamespace(
+        InferenceResponse=lambda tensors: [weakref.ref(tensor) for tensor in tensors],
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+    )
+    sender = Sender()
+    send_tensors(pb_utils, sender, [Tensor(), Tensor()], is_final=is_final)
+    assert (sender.alive, sender.flags) == (True, int(is_final))
+
+
+def test_instances_of_a_server_share_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    one, file = shared_memory("a_model", 96)
+    other, same_file = shared_memory("a_model", 96)
+    another, _ = shared_memory("another_model", 96)
+    assert file is not None and file == same_file and bytes(one) == bytes(96)
+    one[7] = 1
+    assert (other[7], another[7]) == (1, 0)
+    assert (file.stat().st_mode & 0o777, file.parent) == (0o600, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["a link", "a folder", "no folder"])
+def test_memory_is_private_where_it_cannot_be_shared(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others can write into the temporary folder, and foresee the name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, file = shared_memory("a_model", 96)
+    assert file is not None
+    file.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    if case == "a link":
+        file.symlink_to(victim)
+    elif case == "a folder":
+        file.mkdir()
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    one, none = shared_memory("a_model", 96)
+    other, _ = shared_memory("a_model", 96)
+    one[7] = 1
+    assert none is None
+    assert other[7] == 0
+    assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize(("name", "number"), [("bls_0", 0), ("bls_0_0", 0), ("bls_0_12", 12)])
+def test_the_number_of_an_instance_is_read_from_its_name(name: str, number: int) -> None:
+    assert instance_number({"model_instance_name": name}) == number

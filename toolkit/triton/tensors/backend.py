@@ -7,7 +7,11 @@ Triton's own module exists only in the process that serves a model, so it is an 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import queue
+import stat
+import tempfile
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +29,10 @@ __all__ = [
     "Metrics",
     "error_response",
     "folder_of",
+    "instance_number",
     "parameters_of",
+    "send_tensors",
+    "shared_memory",
     "traceback_of",
 ]
 
@@ -48,6 +55,54 @@ LABELS = {"toolkit_requests": "outcome", "toolkit_draft_len_steps": "reason"}
 def folder_of(arguments: Mapping[str, str]) -> Path:
     """The version folder of a model. arguments: those of `initialize`."""
     return Path(arguments["model_repository"]) / arguments["model_version"]
+
+
+def send_tensors(pb_utils: Any, sender: Any, tensors: Sequence[Any], *, is_final: bool) -> None:
+    """Send a response with these tensors.
+
+    Triton drops the tensors that the request did not ask for, and does so without the interpreter's
+    lock (24.10, python_backend, src/response_sender.cc, Send: PruneOutputTensors). If nothing else
+    held them then, numpy's arrays would be freed beside what other threads do, which ends the
+    process, sooner or later under load. Here `tensors` holds them until Triton has the lock again.
+    """
+    flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
+    sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
+
+
+def instance_number(arguments: Mapping[str, str]) -> int:
+    """Of an instance among those of its model, from 0 on. arguments: those of `initialize`."""
+    return int(arguments["model_instance_name"].rpartition("_")[2])
+
+
+def shared_memory(model_name: str, size: int) -> tuple[memoryview, Path | None]:
+    """Bytes that all instances of a model in this server share, zeros at first, and the file that
+    whoever ends first removes. Where there can be no such file, they are this instance's own.
+
+    The instances have the same parent, the server, which nobody else has at the same time. A file
+    that is not ours is left alone, since others may write into the temporary folder.
+    """
+    parent = os.getppid()
+    path = Path(tempfile.gettempdir()) / f"toolkit-{model_name}-{parent}-{_started_at(parent)}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            status = os.fstat(file)
+            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+                return memoryview(bytearray(size)), None
+            os.ftruncate(file, size)
+            return memoryview(mmap.mmap(file, size)), path
+        finally:
+            os.close(file)
+    except OSError:
+        return memoryview(bytearray(size)), None
+
+
+def _started_at(pid: int) -> str:
+    """When a process began, in ticks since the machine did. Another one with its number began at
+    another time.
+    """
+    # Behind the name, which may hold spaces: see proc(5), field 22.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ import random
 import time
 import uuid
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -37,12 +38,16 @@ from toolkit.speculative.adaptive import AdaptiveSettings, Controller
 from toolkit.speculative.bls_loop import Adaptive, DraftFailed, Drafts, Part, Rounds, Settings
 from toolkit.speculative.call_costs import CallCosts
 from toolkit.speculative.limits import check_prompt_length, check_total_length
+from toolkit.speculative.load_gate import LoadGate
 from toolkit.speculative.text import TextStream
 from toolkit.triton.tensors.backend import (
     Gap,
     Metrics,
     error_response,
+    instance_number,
     parameters_of,
+    send_tensors,
+    shared_memory,
     traceback_of,
 )
 from toolkit.triton.tensors.bls import (
@@ -115,16 +120,23 @@ class TritonPythonModel:
         self._metrics = Metrics(pb_utils, args["model_name"], untold=UNTOLD)
         self._lost_draft: tuple[int, str] | None = None  # when it failed, and why
         self._adaptive: Adaptive | None = None
+        self._shared: Path | None = None
         if "adaptive" in parameters and self._limits.max_draft_len:
             # Of this instance, which serves its requests one after the other.
             longest = self._limits.max_draft_len
             costs = CallCosts(longest)
             adaptive = AdaptiveSettings(**json.loads(parameters["adaptive"]))
-            self._adaptive = Adaptive(Controller(adaptive, costs, longest), costs)
+            memory, self._shared = shared_memory(args["model_name"], LoadGate.SIZE)
+            gate = LoadGate(memory, instance_number(args))
+            self._adaptive = Adaptive(Controller(adaptive, costs, longest), costs, gate)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             self._serve(request)
+
+    def finalize(self) -> None:
+        if self._shared is not None:
+            self._shared.unlink(missing_ok=True)
 
     def _refuse(
         self,
@@ -251,6 +263,7 @@ class TritonPythonModel:
             cancelled=cancelled,
             adaptive=self._adaptive if reason == "pays" else None,
         )
+        self._show(is_at_work=True)
         try:
             for event in rounds:
                 if event.finish_reason in ("deadline", "cancelled"):
@@ -267,10 +280,16 @@ class TritonPythonModel:
                     return False
                 self._send(sender, answer, event, rounds, engines, is_last=is_last)
         finally:
+            self._show(is_at_work=False)
             engines.release()
         if rounds.draft_failure is not None and self._lost() is None:
             self._lost_draft = time.monotonic_ns(), rounds.draft_failure.what
         return True
+
+    def _show(self, *, is_at_work: bool) -> None:
+        """Let the other instances see whether this one serves a request."""
+        if self._adaptive is not None:
+            (self._adaptive.gate.begin if is_at_work else self._adaptive.gate.end)()
 
     def _lost(self) -> str | None:
         """Why the draft is not called now: it has failed lately. A draft that hangs would hold up
@@ -304,12 +323,13 @@ class TritonPythonModel:
             for name, tensor_values in values.items()
         ]
         if event.finish_reason is None:
-            sender.send(pb_utils.InferenceResponse(tensors))
+            send_tensors(pb_utils, sender, tensors, is_final=False)
             return
         if failure is not None:
             pb_utils.Logger.log_warn(f"decoded without drafts, since the draft failed: {failure}")
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
-        sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
+        # Before the answer, since the next request may follow it at once, on another instance.
+        self._show(is_at_work=False)
+        send_tensors(pb_utils, sender, tensors, is_final=is_last)
         # Afterwards, since a long stream has many gaps to count.
         self._metrics.finished(event.finish_reason, event.stats, answer.gaps)
 
@@ -372,6 +392,7 @@ class EngineModels:
         self._request = request
         self._prepared = prepared
         self.figures: dict[str, int] = {}
+        self._call_tokens = 1  # of the next call of plain decoding; the first token comes alone
 
     def draft(self, ids: Sequence[int], count: int) -> Drafts:
         if self._draft is None:
@@ -439,7 +460,7 @@ class EngineModels:
         cost of calling is small, and short enough to stream, or at least to be cancelled in time.
         """
         call_ns = STREAMED_CALL_NS if self._request.request.streaming else WHOLE_CALL_NS
-        known, call_tokens = list(ids), 1
+        known, call_tokens = list(ids), min(count, self._call_tokens)
         while count > 0:
             started = time.monotonic_ns()
             part = self._call_target(known, call_tokens, whole=True)
@@ -450,7 +471,8 @@ class EngineModels:
             known += part.ids
             count -= call_tokens
             fitting = max(1, call_tokens * call_ns // max(1, elapsed))
-            call_tokens = min(count, fitting, MAX_CALL_TOKENS)
+            self._call_tokens = min(fitting, MAX_CALL_TOKENS)
+            call_tokens = min(count, self._call_tokens)
 
     def _call_target(self, ids: Sequence[int], count: int, **options: Any) -> Part:
         tensors = engine_inputs(

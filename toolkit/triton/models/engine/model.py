@@ -26,7 +26,13 @@ try:
     from toolkit.engines.registry import loader
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.speculative.executor import Call, Executor, Output
-    from toolkit.triton.tensors.backend import ERROR_CODES, folder_of, parameters_of, traceback_of
+    from toolkit.triton.tensors.backend import (
+        ERROR_CODES,
+        folder_of,
+        parameters_of,
+        send_tensors,
+        traceback_of,
+    )
     from toolkit.triton.tensors.contract import HEARTBEATS_VARIABLE
     from toolkit.triton.tensors.engine_tensors import (
         EngineRequest,
@@ -224,7 +230,7 @@ class TritonPythonModel:
         if output.finish_reason is None:
             with job.lock:
                 if job.request.streaming and not job.done:
-                    job.sender.send(self._response(job, {}))
+                    send_tensors(pb_utils, job.sender, self._tensors(job, {}), is_final=False)
             return
         self._forget(job)
         # The lock keeps the watching thread from asking Triton about a freed request.
@@ -241,10 +247,8 @@ class TritonPythonModel:
             elif output.finish_reason in ("error", "cancelled"):
                 self._refuse(job.sender, output.finish_reason, output.error or "cancelled")
             else:
-                job.sender.send(
-                    self._response(job, _figures(job, output)),
-                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-                )
+                tensors = self._tensors(job, _figures(job, output))
+                send_tensors(pb_utils, job.sender, tensors, is_final=True)
 
     # The watching thread.
 
@@ -287,14 +291,13 @@ class TritonPythonModel:
         file.parent.mkdir(exist_ok=True)
         file.touch()
 
-    def _response(self, job: Job, figures: dict[str, int | float | None]) -> Any:
+    def _tensors(self, job: Job, figures: dict[str, int | float | None]) -> list[Any]:
+        """Of the response with what has not been sent yet."""
         arrays = arrays_of(
             job.request, job.ids, log_probs=job.log_probs, logits=job.logits, figures=figures
         )
         job.ids, job.log_probs, job.logits = [], [], []
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, array) for name, array in arrays.items()]
-        )
+        return [pb_utils.Tensor(name, array) for name, array in arrays.items()]
 
 
 def _figures(job: Job, output: Output) -> dict[str, int | float | None]:

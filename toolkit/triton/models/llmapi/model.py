@@ -45,7 +45,12 @@ try:
         tritonserver_above,
     )
     from toolkit.speculative.runtime import QueueFull
-    from toolkit.triton.tensors.backend import Metrics, error_response, traceback_of
+    from toolkit.triton.tensors.backend import (
+        Metrics,
+        error_response,
+        send_tensors,
+        traceback_of,
+    )
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.tensors.requests import (
         Answer,
@@ -55,7 +60,7 @@ try:
         joined,
         parse,
     )
-    from toolkit.words import RequestOutcome
+    from toolkit.words import FinishReason, RequestOutcome
 except ImportError as error:
     import sys
 
@@ -315,12 +320,13 @@ class TritonPythonModel:
         if job.done:
             return
         try:
-            response = self._response(job, event)
+            tensors = self._tensors(job, event)  # live until they are sent: see send_tensors
             if event.finish_reason is None:
-                if response is not None:
-                    job.sender.send(response)
+                if tensors:
+                    send_tensors(pb_utils, job.sender, tensors, is_final=False)
                 return
             outcome = event.finish_reason
+            response = self._last_response(job, event, outcome, tensors)
         except Exception as error:
             pb_utils.Logger.log_error(traceback_of(error))
             self._runtime.cancel(job.id)
@@ -330,20 +336,23 @@ class TritonPythonModel:
             pb_utils.Logger.log_warn(f"decoded without drafts, since the draft failed: {failure}")
         self._metrics.note(outcome, event.stats, job.answer.gaps)
 
-    def _response(self, job: Job, event: TokenEvent) -> Any:
-        if event.finish_reason in ("stop", "length", None):
-            tensors = job.answer.add(event, time.monotonic_ns())
-            return tensors and pb_utils.InferenceResponse(
-                [_tensor(name, values) for name, values in tensors.items()]
-            )
-        if event.finish_reason == "deadline":
+    def _tensors(self, job: Job, event: TokenEvent) -> list[Any]:
+        """What the response to an event holds; empty if none is due."""
+        if event.finish_reason not in ("stop", "length", None):
+            return []
+        values = job.answer.add(event, time.monotonic_ns()) or {}
+        return [_tensor(name, of_tensor) for name, of_tensor in values.items()]
+
+    def _last_response(
+        self, job: Job, event: TokenEvent, reason: FinishReason, tensors: list[Any]
+    ) -> Any:
+        if reason in ("stop", "length"):
+            return pb_utils.InferenceResponse(tensors)
+        if reason == "deadline":
             tokens = 0 if event.stats is None else event.stats.output_tokens
-            return _error(
-                "deadline",
-                f"deadline of {job.timeout_ms} ms passed after {tokens} tokens; timeout_ms sets"
-                " another",
-            )
-        return _error(event.finish_reason, event.error or "cancelled by the client")
+            message = f"deadline of {job.timeout_ms} ms passed after {tokens} tokens"
+            return _error("deadline", f"{message}; timeout_ms sets another")
+        return _error(reason, event.error or "cancelled by the client")
 
     def _close(self, job: Job, response: Any) -> None:
         """Send the last response, which frees the request in Triton. The lock keeps the watching

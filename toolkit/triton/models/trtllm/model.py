@@ -28,7 +28,13 @@ import yaml
 
 from toolkit.engines.trtllm.speculative_config import with_speculative_config
 from toolkit.errors import RequestError
-from toolkit.triton.tensors.backend import Metrics, error_response, folder_of, traceback_of
+from toolkit.triton.tensors.backend import (
+    Metrics,
+    error_response,
+    folder_of,
+    send_tensors,
+    traceback_of,
+)
 from toolkit.triton.tensors.contract import MODEL
 from toolkit.triton.tensors.requests import Limits, Request, check_is_only, parse
 from toolkit.triton.tensors.trtllm_tensors import (
@@ -270,7 +276,8 @@ class TritonPythonModel:
                 if not job.output.finished and job.ended is None:
                     values = job.responses.of(job.output, time.monotonic_ns(), final=False)
                     if values is not None:
-                        job.sender.send(self._response(values))
+                        tensors = self._tensors(values)
+                        send_tensors(pb_utils, job.sender, tensors, is_final=False)
         else:
             job.output = await stream.aresult()
         if job.output is None or getattr(job.output, "aborted", lambda: False)():
@@ -279,9 +286,7 @@ class TritonPythonModel:
             return
         self._jobs.discard(job)  # now nobody ends it any more
         values = job.responses.of(job.output, time.monotonic_ns(), final=True)
-        job.sender.send(
-            self._response(values or {}), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        )
+        send_tensors(pb_utils, job.sender, self._tensors(values or {}), is_final=True)
         reason = job.output.outputs[0].finish_reason
         self._metrics.note(
             "length" if reason == "length" else "stop",
@@ -289,10 +294,8 @@ class TritonPythonModel:
             job.responses.gaps,
         )
 
-    def _response(self, values: dict[str, list[Any]]) -> Any:
-        return pb_utils.InferenceResponse(
-            [self._tensor(name, tensor_values) for name, tensor_values in values.items()]
-        )
+    def _tensors(self, values: dict[str, list[Any]]) -> list[Any]:
+        return [self._tensor(name, tensor_values) for name, tensor_values in values.items()]
 
     def _tensor(self, name: str, values: list[Any]) -> Any:
         data = [value.encode("utf-8") if isinstance(value, str) else value for value in values]

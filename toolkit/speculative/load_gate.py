@@ -1,0 +1,112 @@
+"""Whether requests that are served at once may draft, where each is served by an instance (a
+process) of its own that sees only its own calls.
+
+Under load an instance that goes by its own rounds drafts too much: its round takes little longer
+with drafts, and the others, whom they hold up, do the same. So the instances decide together, and
+by what all of them gain. At each load none drafts for an epoch, and for another one all do, each as
+much as its own rounds tell it. What gives more tokens per second goes on, and the other one is
+tried again now and then, so rarely that it costs a small share of the time. A request alone is not
+held back.
+
+The instances share some memory: a byte for each, which says whether it is at work, and a few
+numbers for each load. They write without a lock; what is lost by that is one time among many. Only
+of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["LoadGate"]
+
+MOST_INSTANCES = 64
+LOADS = MOST_INSTANCES.bit_length()  # one instance at work, 2, up to 4, up to 8, ...
+EPOCH_TOKENS = 32  # of each instance at work
+LEAST_GAIN = 0.02  # of drafting, to be worth it
+TRIAL_SHARE = 0.005  # of the time, that is lost to trying what is slower
+LEAST_EPOCHS, MOST_EPOCHS = 8, 512  # between two trials
+# The numbers of a load: what is done; the epochs until the other is tried, 0 in a trial; tokens and
+# nanoseconds of this epoch; tokens per nanosecond in the last one that was no trial; and how much
+# faster drafting is, 0 while that is not known.
+NUMBERS = 6
+ARM, UNTIL_TRIAL, TOKENS, NS, USUAL_RATE, GAIN = range(NUMBERS)
+PLAIN, DRAFTING = 0, 1
+
+
+class LoadGate:
+    """As one instance sees it. `look` says what holds now, and `note` what was seen then."""
+
+    SIZE = MOST_INSTANCES + 8 * LOADS * NUMBERS  # in bytes, of which a number takes 8
+
+    def __init__(self, memory: bytearray | memoryview | None = None, place: int = 0) -> None:
+        """memory: SIZE bytes that the instances share, zeros at first; None: there are no others.
+        place: of this instance, from 0 on.
+        """
+        view = memoryview(bytearray(self.SIZE) if memory is None else memory)
+        self._at_work = view[:MOST_INSTANCES]
+        self._numbers = view[MOST_INSTANCES:].cast("d")
+        self._place = place % MOST_INSTANCES
+        self._seen = 0, DRAFTING
+
+    def begin(self) -> None:
+        """This instance serves a request."""
+        self._at_work[self._place] = 1
+
+    def end(self) -> None:
+        """It has served it."""
+        self._at_work[self._place] = 0
+
+    def look(self) -> bool:
+        """Whether this instance may draft now."""
+        self._seen = self._now()
+        return self._seen[1] == DRAFTING
+
+    def has_changed(self) -> bool:
+        """Whether something else holds than what `look` saw."""
+        return self._now() != self._seen
+
+    def note(self, tokens: int, ns: int) -> None:
+        """Since `look`, or the last note, this instance has given so many tokens, in so long."""
+        load, _ = self._seen
+        if load == 0 or self.has_changed():
+            return
+        at = load * NUMBERS
+        self._numbers[at + TOKENS] += tokens
+        self._numbers[at + NS] += ns
+        if self._numbers[at + TOKENS] >= EPOCH_TOKENS * sum(self._at_work):
+            self._end_epoch(at)
+
+    def _now(self) -> tuple[int, int]:
+        """The load, and what is done at it."""
+        load = max(0, sum(self._at_work) - 1).bit_length()
+        return load, DRAFTING if load == 0 else int(self._numbers[load * NUMBERS + ARM])
+
+    def _end_epoch(self, at: int) -> None:
+        """A trial is compared with the epoch before it, since the machine's speed changes."""
+        numbers = self._numbers
+        arm, usual_rate = int(numbers[at + ARM]), numbers[at + USUAL_RATE]
+        rate = numbers[at + TOKENS] / max(1.0, numbers[at + NS])
+        numbers[at + TOKENS] = numbers[at + NS] = 0.0
+        if numbers[at + UNTIL_TRIAL] == 0 and usual_rate > 0.0:
+            self._learn(at, rate / usual_rate if arm == DRAFTING else usual_rate / rate)
+            return
+        numbers[at + USUAL_RATE] = rate
+        numbers[at + UNTIL_TRIAL] = max(0, numbers[at + UNTIL_TRIAL] - 1)
+        if numbers[at + UNTIL_TRIAL] == 0:
+            numbers[at + ARM] = 1 - arm
+
+    def _learn(self, at: int, gain: float) -> None:
+        """A trial shows that drafting is so many times as fast."""
+        numbers = self._numbers
+        known = numbers[at + GAIN]
+        gain = math.sqrt(gain * known) if known else gain
+        arm, known_arm = _better(gain), _better(known)
+        numbers[at + GAIN], numbers[at + ARM] = gain, arm
+        lost = max(gain, 1.0 / gain) - 1.0  # of an epoch, by a trial
+        epochs = max(LEAST_EPOCHS, min(int(lost / TRIAL_SHARE), MOST_EPOCHS))
+        # What contradicts what was known may be luck.
+        numbers[at + UNTIL_TRIAL] = LEAST_EPOCHS if known and arm != known_arm else epochs
+
+
+def _better(gain: float) -> int:
+    return DRAFTING if gain > 1.0 + LEAST_GAIN else PLAIN
