@@ -12,65 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.runtimes import CODEC
+from tests.support.scripted_engines import END, PROMPT, TEXT, Scripted
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, TokenEvent
 from toolkit.speculative.adaptive import AdaptiveSettings, Controller
 from toolkit.speculative.bls_loop import Adaptive, DraftFailed, Drafts, Part, Rounds, Settings
 from toolkit.speculative.call_costs import CallCosts
-
-PROMPT = tuple(CODEC.encode("ab"))
-END = 257
-
-
-class Scripted:
-    """Engines that return a fixed text. hides_end: the target does not return its end token, as
-    some backends do not.
-    """
-
-    def __init__(
-        self,
-        text: Sequence[int],
-        drafts: Sequence[int],
-        *,
-        hides_end: bool = False,
-        fails_after: int | None = None,
-    ) -> None:
-        self.text, self.drafts, self.hides_end = list(text), list(drafts), hides_end
-        self.draft_calls, self.plain_calls, self.closed = 0, 0, 0
-        self.fails_after = fails_after
-
-    def _new(self, ids: Sequence[int], count: int) -> list[int]:
-        start = len(ids) - len(PROMPT)
-        new = self.text[start : start + count]
-        if END in new:
-            new = new[: new.index(END) + (0 if self.hides_end else 1)]
-        return new
-
-    def draft(self, ids: Sequence[int], count: int) -> Drafts:
-        self.draft_calls += 1
-        if self.fails_after is not None and self.draft_calls > self.fails_after:
-            raise DraftFailed("it is dead")
-        start = len(ids) - len(PROMPT)
-        return Drafts(tuple(self.drafts[start : start + count]))
-
-    def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
-        new = self._new(ids, len(drafts.ids) + 1)
-        accepted = 0
-        while accepted < min(len(new), len(drafts.ids)) and new[accepted] == drafts.ids[accepted]:
-            accepted += 1
-        new = new[: accepted + 1]
-        return Part(tuple(new), tuple(-0.5 for _ in new))
-
-    def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
-        self.plain_calls += 1
-        try:
-            new = self._new(ids, count)
-            for start in range(0, len(new), 2):
-                yield Part(
-                    tuple(new[start : start + 2]), tuple(-0.5 for _ in new[start : start + 2])
-                )
-        finally:
-            self.closed += 1
 
 
 def serve(
@@ -322,7 +269,6 @@ def learned(text: Sequence[int], drafts: Sequence[int], **times: int) -> Timed:
     return engines
 
 
-TEXT = [97 + place % 3 for place in range(200)]
 WRONG = [100] * 200
 
 
@@ -380,13 +326,13 @@ def test_a_long_text_behind_many_short_ones_is_probed_as_soon_as_that_is_paid() 
     one up.
     """
     adaptive = adaptive_of()
-    for number in range(40):
-        short = 20 if number > 4 else 200
-        engines = Timed(TEXT[:short], TEXT if number < 3 else WRONG, draft_ns=90)
+    for number in range(41):
+        short = 40 if number > 9 else 200
+        engines = Timed(TEXT[:short], TEXT if number < 1 else WRONG, draft_ns=60)
         serve(engines, max_tokens=short, clock=engines.clock, adaptive=adaptive)
     due = adaptive.controller.tokens_until_paid()
     long = TEXT * 10
-    engines = Timed(long, long, draft_ns=90)
+    engines = Timed(long, long, draft_ns=60)
     events, _ = serve(engines, max_tokens=len(long), clock=engines.clock, adaptive=adaptive)
     figures = stats(events)
     assert 20 < due < 1000

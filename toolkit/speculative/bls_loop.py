@@ -31,7 +31,8 @@ from toolkit.words import DraftLenReason, FinishReason
 
 __all__ = ["Adaptive", "DraftFailed", "Drafts", "Engines", "Part", "Rounds", "Settings"]
 
-MEASURED_PLAIN_TOKENS = 8  # that are decoded plainly to learn what that costs
+MEASURED_PLAIN_TOKENS = 48  # that are decoded plainly to learn what that costs
+TELLING_TOKENS = 16  # of plain decoding: what fewer take is mostly calling
 # A call takes time itself, so that one for fewer tokens is not worth it. Where even a perfect draft
 # would not pay, it is decided again after so many, and at most so many: what was decided twice is
 # likely to be decided again.
@@ -238,17 +239,21 @@ class Rounds:
         """
         before = len(self._ids)
         count = self._end - before if count is None else min(count, self._end - before)
+        timed_tokens = timed_ns = 0  # without the first call, which may read the prompt
         with contextlib.closing(self._engines.plain(self._ids, count)) as parts:
             started, is_first = self._clock(), True
             for part in parts:
                 elapsed = self._clock() - started
                 self._tally.add_time(0, elapsed, 0)
-                if part.ids:
-                    self._learn_plain(len(part.ids), None if is_first else elapsed)
                 if not is_first:
+                    timed_tokens, timed_ns = timed_tokens + len(part.ids), timed_ns + elapsed
                     self._note_gain(len(part.ids), elapsed)
+                self._learn_plain(len(part.ids), 0 if is_first else elapsed)
                 is_first = False
-                yield self._take(part)
+                event = self._take(part)
+                if event.finish_reason is not None or len(self._ids) == before + count:
+                    self._learn_plain_cost(timed_tokens, timed_ns)
+                yield event
                 if (overdue_event := self._overdue_event()) is not None:
                     yield overdue_event
                     return
@@ -336,21 +341,27 @@ class Rounds:
         if state is None or adaptive is None or drafted == 0:
             return
         if state.plain_tokens == 0 and self._tally.has_drafted(2):
-            adaptive.costs.note(drafted, ns)
+            adaptive.costs.note(drafted, ns, is_alone=adaptive.gate.is_alone)
         if self._reason == "probe":
             shares = [1.0] * accepted + [0.0] * (accepted < drafted)
             adaptive.controller.note_probe(state, shares, 1)
         else:
             adaptive.controller.note_block(state, drafted, accepted)
 
-    def _learn_plain(self, tokens: int, ns: int | None) -> None:
-        """ns None: the call was the first of several, and shorter than calls usually are."""
-        if self._adaptation is None or self._adaptive is None:
-            return
-        self._adaptive.controller.note_plain(self._adaptation, tokens)
-        if ns is not None:
+    def _learn_plain(self, tokens: int, ns: int) -> None:
+        if self._adaptation is not None and self._adaptive is not None and tokens:
+            self._adaptive.controller.note_plain(self._adaptation, tokens)
             self._adaptive.controller.save_for_probes(ns)
-            self._adaptive.costs.note(0, ns // tokens)
+
+    def _learn_plain_cost(self, tokens: int, ns: int) -> None:
+        """Of calls that followed each other. They become longer, and so what a token takes less:
+        what counts is all of them.
+        """
+        adaptive = None if self._adaptation is None else self._adaptive
+        if adaptive is None or not tokens:
+            return
+        if tokens >= TELLING_TOKENS or adaptive.costs.untried() is not None:
+            adaptive.costs.note(0, ns // tokens, is_alone=adaptive.gate.is_alone)
 
     def _take(self, part: Part, drafts: Drafts = NO_DRAFTS, *, checked: int = 0) -> TokenEvent:
         """Add the target's tokens, up to the first that ends the request. checked: how many drafts

@@ -1,10 +1,11 @@
 """What a round over two engines takes that can only be called. `bls_loop` chooses draft lengths by
 it.
 
-A call cannot be timed before there are requests, so the first rounds try every length. A round's
-time holds what waits in the engines' queues, too: at a high load the lengths are those that pay
-there. As in `costs`, every figure follows the median of its times, and all of them share a scale
-that follows quickly. Only of Python's standard library.
+A call cannot be timed before there are requests, so the first rounds try every length. The
+instances of a server share the figures, so that each length is tried once and not by each of them.
+As in `costs`, every figure follows the median of its times, and all of them share a scale that
+follows quickly; both only while a request is alone, since under load a round holds what waits in
+the engines' queues (`load_gate` decides then). Only of Python's standard library.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ __all__ = ["CallCosts"]
 
 SAMPLES = 3  # of each length, before its figure is used
 SCALE_STEP, FIGURE_STEP = 0.05, 0.01
+NUMBER_BYTES = 8
+# The numbers of a length: how many samples it has, the samples, and the figure. The scale of all
+# lengths comes before them; 0 stands for 1.
+NUMBERS = 2 + SAMPLES
 
 
 class CallCosts:
@@ -23,37 +28,54 @@ class CallCosts:
     probe_len: the length of the block that probes.
     """
 
-    def __init__(self, max_draft_len: int) -> None:
+    def __init__(self, max_draft_len: int, memory: bytearray | memoryview | None = None) -> None:
+        """memory: `size` bytes that the instances share, zeros at first; None: there are no others.
+        They write without a lock: what is lost by that is one time among many.
+        """
+        memory = bytearray(self.size(max_draft_len)) if memory is None else memory
+        self._numbers = memoryview(memory).cast("d")
+        self._lengths = range(max_draft_len + 1)
         self.probe_len = min(3, max_draft_len)
-        self._samples: list[list[int]] = [[] for _ in range(max_draft_len + 1)]
-        self._figures = [0.0] * (max_draft_len + 1)
-        self._scale = 1.0
+
+    @staticmethod
+    def size(max_draft_len: int) -> int:
+        """Of the memory, in bytes."""
+        return NUMBER_BYTES * (1 + NUMBERS * (max_draft_len + 1))
 
     def untried(self) -> int | None:
         """A length that has to be tried before lengths can be chosen; None: all have been."""
-        for draft_len in reversed(range(len(self._samples))):
-            if len(self._samples[draft_len]) < SAMPLES:
+        for draft_len in reversed(self._lengths):
+            if self._numbers[self._at(draft_len)] < SAMPLES:
                 return draft_len
         return None
 
-    def note(self, draft_len: int, ns: int) -> None:
+    def note(self, draft_len: int, ns: int, *, is_alone: bool = True) -> None:
         """A round with so many drafts took so long, or a token of plain decoding."""
-        samples = self._samples[draft_len]
-        if len(samples) < SAMPLES:
-            samples.append(ns)
-            self._figures[draft_len] = median(samples) / self._scale
-            return
-        is_slower = ns > self._scale * self._figures[draft_len]
-        self._figures[draft_len] *= 1 + FIGURE_STEP if is_slower else 1 / (1 + FIGURE_STEP)
-        self._scale *= 1 + SCALE_STEP if is_slower else 1 / (1 + SCALE_STEP)
+        numbers, at = self._numbers, self._at(draft_len)
+        count, at_figure, scale = int(numbers[at]), at + 1 + SAMPLES, self._scale()
+        if count < SAMPLES:
+            numbers[at + 1 + count] = ns / scale
+            numbers[at_figure] = median(numbers[at + 1 : at + 2 + count])
+            numbers[at] = count + 1
+        elif is_alone:
+            is_slower = ns > scale * numbers[at_figure]
+            numbers[at_figure] *= 1 + FIGURE_STEP if is_slower else 1 / (1 + FIGURE_STEP)
+            numbers[0] = scale * (1 + SCALE_STEP if is_slower else 1 / (1 + SCALE_STEP))
 
     def draft_ns(self, rows: int, depth: int) -> float:
         """0: the draft's call is a part of the round, whose time depends on its length."""
         return 0.0
 
     def step_ns(self, rows: int, width: float) -> float:
-        return self._scale * self._figures[int(width) - 1]
+        return self._scale() * self._numbers[self._at(int(width) - 1) + 1 + SAMPLES]
 
     def probe_ns(self, rows: int) -> float:
         """A block that is rejected, above the token of plain decoding that it gives."""
         return max(0.0, self.step_ns(1, self.probe_len + 1) - self.step_ns(1, 1))
+
+    def _scale(self) -> float:
+        return self._numbers[0] or 1.0
+
+    def _at(self, draft_len: int) -> int:
+        """The place of a length's numbers."""
+        return 1 + NUMBERS * draft_len

@@ -61,6 +61,11 @@ class LoadGate:
         self._seen = self._now()
         return self._seen[1] == DRAFTING
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other instance was at work when `look` looked."""
+        return self._seen[0] == 0
+
     def has_changed(self) -> bool:
         """Whether something else holds than what `look` saw."""
         return self._now() != self._seen

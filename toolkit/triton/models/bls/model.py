@@ -124,10 +124,11 @@ class TritonPythonModel:
         if "adaptive" in parameters and self._limits.max_draft_len:
             # Of this instance, which serves its requests one after the other.
             longest = self._limits.max_draft_len
-            costs = CallCosts(longest)
+            size = LoadGate.SIZE + CallCosts.size(longest)
+            memory, self._shared = shared_memory(args["model_name"], size)
+            costs = CallCosts(longest, memory[LoadGate.SIZE :])
             adaptive = AdaptiveSettings(**json.loads(parameters["adaptive"]))
-            memory, self._shared = shared_memory(args["model_name"], LoadGate.SIZE)
-            gate = LoadGate(memory, instance_number(args))
+            gate = LoadGate(memory[: LoadGate.SIZE], instance_number(args))
             self._adaptive = Adaptive(Controller(adaptive, costs, longest), costs, gate)
 
     def execute(self, requests: list[Any]) -> None:
