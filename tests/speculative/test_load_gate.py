@@ -98,6 +98,28 @@ def test_what_was_seen_at_another_load_does_not_count() -> None:
     assert not gate.look()
 
 
+def test_a_request_that_decides_nothing_counts_and_holds_nobody_up() -> None:
+    """The first instance at work that decides ends the epochs."""
+    other, gate = gates(2)
+    other.begin(decides=False)
+    gate.begin()
+    assert [take_epoch(gate, 100, 150, 2) for _ in range(4)] == [False, True, False, False]
+
+
+def test_what_all_give_together_is_compared() -> None:
+    """Here one of two gains by drafting, and the other loses more."""
+    first, second = gates(2)
+    first.begin(), second.begin()
+    epochs = []
+    for _ in range(20):
+        epochs.append(first.look())
+        second.look()
+        tokens = EPOCH_TOKENS
+        second.note(tokens, tokens * (400 if epochs[-1] else 100))
+        first.note(tokens, tokens * (50 if epochs[-1] else 100))
+    assert epochs == [False, True] + [False] * 18
+
+
 def test_an_instance_beyond_the_board_shows_that_it_works() -> None:
     memory = bytearray(LoadGate.SIZE)
     LoadGate(memory, 1000).begin()

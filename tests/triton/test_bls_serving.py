@@ -426,6 +426,24 @@ def test_adaptive_lengths_give_the_same_texts_and_say_why(
     assert (set(long.steps_by_reason or {}), long.drafted) == ({"prompt length"}, 0)
 
 
+def test_adaptive_lengths_give_the_same_texts_under_load(
+    tiny_bls_server: TritonServer, client: Client
+) -> None:
+    """The instances of the adaptive model decide together whether they draft."""
+    prompts = [f"f{number}(x)" for number in range(16)]
+    expected = [client.generate(prompt, max_tokens=40).token_ids for prompt in prompts]
+    reasons: set[str] = set()
+    with variant(tiny_bls_server, "adaptive") as adaptive, ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            answers = list(
+                pool.map(lambda prompt: adaptive.generate(prompt, max_tokens=40), prompts)
+            )
+            assert [answer.token_ids for answer in answers] == expected
+            for answer in answers:
+                reasons |= set(answer.statistics.steps_by_reason or {})
+    assert "load" in reasons  # the first epoch is one of plain decoding
+
+
 def test_rounds_with_their_own_seeds_are_repeatable(tiny_bls_server: TritonServer) -> None:
     """For backends that restart their random numbers with every call."""
     with variant(tiny_bls_server, "seeds_by_call") as by_call:

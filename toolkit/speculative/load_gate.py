@@ -8,9 +8,9 @@ much as its own rounds tell it. What gives more tokens per second goes on, and t
 tried again now and then, so rarely that it costs a small share of the time. A request alone is not
 held back.
 
-The instances share some memory: a byte for each, which says whether it is at work, and a few
-numbers for each load. They write without a lock; what is lost by that is one time among many. Only
-of Python's standard library.
+The instances share some memory. Each shows in a byte of its own whether it is at work, and counts
+in numbers of its own what it has given; one of them, the first at work, ends an epoch and decides.
+So no number has two writers, and there is no lock. Only of Python's standard library.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ import math
 __all__ = ["LoadGate"]
 
 MOST_INSTANCES = 64
+IDLE, DECIDING, OTHER = range(
+    3
+)  # what an instance does: OTHER serves a request that decides nothing
 LOADS = MOST_INSTANCES.bit_length()  # one instance at work, 2, up to 4, up to 8, ...
 EPOCH_TOKENS = 32  # of each instance at work
 LEAST_GAIN = 0.02  # of drafting, to be worth it
 TRIAL_SHARE = 0.005  # of the time, that is lost to trying what is slower
 LEAST_EPOCHS, MOST_EPOCHS = 8, 512  # between two trials
-# The numbers of a load: what is done; the epochs until the other is tried, 0 in a trial; tokens and
-# nanoseconds of this epoch; tokens per nanosecond in the last one that was no trial; and how much
-# faster drafting is, 0 while that is not known.
+# The numbers of a load: what is done; the epochs until the other is tried, 0 in a trial; what all
+# had given when this epoch began, in tokens and nanoseconds; tokens per nanosecond in the last one
+# that was no trial; and how many times as fast drafting is, 0 while that is not known.
 NUMBERS = 6
 ARM, UNTIL_TRIAL, TOKENS, NS, USUAL_RATE, GAIN = range(NUMBERS)
 PLAIN, DRAFTING = 0, 1
+COUNTERS = LOADS * MOST_INSTANCES  # of tokens; as many of nanoseconds follow
 
 
 class LoadGate:
     """As one instance sees it. `look` says what holds now, and `note` what was seen then."""
 
-    SIZE = MOST_INSTANCES + 8 * LOADS * NUMBERS  # in bytes, of which a number takes 8
+    SIZE = MOST_INSTANCES + 8 * (LOADS * NUMBERS + 2 * COUNTERS)  # in bytes; a number takes 8
 
     def __init__(self, memory: bytearray | memoryview | None = None, place: int = 0) -> None:
         """memory: SIZE bytes that the instances share, zeros at first; None: there are no others.
@@ -44,17 +48,19 @@ class LoadGate:
         """
         view = memoryview(bytearray(self.SIZE) if memory is None else memory)
         self._at_work = view[:MOST_INSTANCES]
-        self._numbers = view[MOST_INSTANCES:].cast("d")
+        numbers = view[MOST_INSTANCES:].cast("d")
+        self._numbers = numbers[: LOADS * NUMBERS]
+        self._given = numbers[LOADS * NUMBERS :]
         self._place = place % MOST_INSTANCES
         self._seen = 0, DRAFTING
 
-    def begin(self) -> None:
-        """This instance serves a request."""
-        self._at_work[self._place] = 1
+    def begin(self, *, decides: bool = True) -> None:
+        """This instance serves a request. decides: and asks whether it may draft."""
+        self._at_work[self._place] = DECIDING if decides else OTHER
 
     def end(self) -> None:
         """It has served it."""
-        self._at_work[self._place] = 0
+        self._at_work[self._place] = IDLE
 
     def look(self) -> bool:
         """Whether this instance may draft now."""
@@ -75,23 +81,31 @@ class LoadGate:
         load, _ = self._seen
         if load == 0 or self.has_changed():
             return
-        at = load * NUMBERS
-        self._numbers[at + TOKENS] += tokens
-        self._numbers[at + NS] += ns
-        if self._numbers[at + TOKENS] >= EPOCH_TOKENS * sum(self._at_work):
-            self._end_epoch(at)
+        at = load * MOST_INSTANCES + self._place
+        self._given[at] += tokens
+        self._given[COUNTERS + at] += ns
+        at_work = self._at_work.tobytes()
+        if at_work.find(DECIDING) == self._place:
+            self._end_epoch(load, EPOCH_TOKENS * _count(at_work))
 
     def _now(self) -> tuple[int, int]:
         """The load, and what is done at it."""
-        load = max(0, sum(self._at_work) - 1).bit_length()
+        load = max(0, _count(self._at_work.tobytes()) - 1).bit_length()
         return load, DRAFTING if load == 0 else int(self._numbers[load * NUMBERS + ARM])
 
-    def _end_epoch(self, at: int) -> None:
-        """A trial is compared with the epoch before it, since the machine's speed changes."""
-        numbers = self._numbers
+    def _end_epoch(self, load: int, least_tokens: int) -> None:
+        """End it if all have given so many tokens in it. A trial is compared with the epoch before
+        it, since the machine's speed changes.
+        """
+        numbers, at = self._numbers, load * NUMBERS
+        first = load * MOST_INSTANCES
+        tokens = sum(self._given[first : first + MOST_INSTANCES])
+        if tokens - numbers[at + TOKENS] < least_tokens:
+            return
+        ns = sum(self._given[COUNTERS + first : COUNTERS + first + MOST_INSTANCES])
+        rate = (tokens - numbers[at + TOKENS]) / max(1.0, ns - numbers[at + NS])
+        numbers[at + TOKENS], numbers[at + NS] = tokens, ns
         arm, usual_rate = int(numbers[at + ARM]), numbers[at + USUAL_RATE]
-        rate = numbers[at + TOKENS] / max(1.0, numbers[at + NS])
-        numbers[at + TOKENS] = numbers[at + NS] = 0.0
         if numbers[at + UNTIL_TRIAL] == 0 and usual_rate > 0.0:
             self._learn(at, rate / usual_rate if arm == DRAFTING else usual_rate / rate)
             return
@@ -115,3 +129,7 @@ class LoadGate:
 
 def _better(gain: float) -> int:
     return DRAFTING if gain > 1.0 + LEAST_GAIN else PLAIN
+
+
+def _count(at_work: bytes) -> int:
+    return len(at_work) - at_work.count(IDLE)

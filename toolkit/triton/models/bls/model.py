@@ -264,7 +264,8 @@ class TritonPythonModel:
             cancelled=cancelled,
             adaptive=self._adaptive if reason == "pays" else None,
         )
-        self._show(is_at_work=True)
+        if self._adaptive is not None:
+            self._adaptive.gate.begin(decides=reason == "pays")
         try:
             for event in rounds:
                 if event.finish_reason in ("deadline", "cancelled"):
@@ -281,16 +282,16 @@ class TritonPythonModel:
                     return False
                 self._send(sender, answer, event, rounds, engines, is_last=is_last)
         finally:
-            self._show(is_at_work=False)
+            self._end_work()
             engines.release()
         if rounds.draft_failure is not None and self._lost() is None:
             self._lost_draft = time.monotonic_ns(), rounds.draft_failure.what
         return True
 
-    def _show(self, *, is_at_work: bool) -> None:
-        """Let the other instances see whether this one serves a request."""
+    def _end_work(self) -> None:
+        """Let the other instances see that this one serves no request."""
         if self._adaptive is not None:
-            (self._adaptive.gate.begin if is_at_work else self._adaptive.gate.end)()
+            self._adaptive.gate.end()
 
     def _lost(self) -> str | None:
         """Why the draft is not called now: it has failed lately. A draft that hangs would hold up
@@ -329,7 +330,7 @@ class TritonPythonModel:
         if failure is not None:
             pb_utils.Logger.log_warn(f"decoded without drafts, since the draft failed: {failure}")
         # Before the answer, since the next request may follow it at once, on another instance.
-        self._show(is_at_work=False)
+        self._end_work()
         send_tensors(pb_utils, sender, tensors, is_final=is_last)
         # Afterwards, since a long stream has many gaps to count.
         self._metrics.finished(event.finish_reason, event.stats, answer.gaps)
