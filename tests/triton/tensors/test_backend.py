@@ -5,7 +5,9 @@ their outcome in their text.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
+import os
 import tempfile
 import weakref
 from collections import Counter
@@ -254,7 +256,11 @@ def test_instances_of_a_server_share_memory(
     assert (file.stat().st_mode & 0o777, file.parent) == (0o600, tmp_path)
 
 
-@pytest.mark.parametrize("case", ["a link", "a folder", "no folder"])
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("case", ["a link", "a folder", "no folder", "a full disk"])
 def test_memory_is_private_where_it_cannot_be_shared(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,8 +275,10 @@ def test_memory_is_private_where_it_cannot_be_shared(
         file.symlink_to(victim)
     elif case == "a folder":
         file.mkdir()
-    else:
+    elif case == "no folder":
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", full_disk)
     one, none = shared_memory("a_model", 96)
     other, _ = shared_memory("a_model", 96)
     one[7] = 1

@@ -74,27 +74,29 @@ def instance_number(arguments: Mapping[str, str]) -> int:
     return int(arguments["model_instance_name"].rpartition("_")[2])
 
 
-def shared_memory(model_name: str, size: int) -> tuple[memoryview, Path | None]:
+def shared_memory(name: str, size: int) -> tuple[memoryview, Path | None]:
     """Bytes that all instances of a model in this server share, zeros at first, and the file that
-    whoever ends first removes. Where there can be no such file, they are this instance's own.
+    whoever ends first removes. Where there can be no such file, they are this instance's own. name:
+    of the model and its version.
 
     The instances have the same parent, the server, which nobody else has at the same time. A file
     that is not ours is left alone, since others may write into the temporary folder.
     """
     parent = os.getppid()
-    path = Path(tempfile.gettempdir()) / f"toolkit-{model_name}-{parent}-{_started_at(parent)}"
     try:
+        path = Path(tempfile.gettempdir()) / f"toolkit-{name}-{parent}-{_started_at(parent)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             status = os.fstat(file)
-            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-                return memoryview(bytearray(size)), None
-            os.ftruncate(file, size)
-            return memoryview(mmap.mmap(file, size)), path
+            if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
+                # The space is taken now: on a full disk, to write later would end the process.
+                os.posix_fallocate(file, 0, size)
+                return memoryview(mmap.mmap(file, size)), path
         finally:
             os.close(file)
     except OSError:
-        return memoryview(bytearray(size)), None
+        pass
+    return memoryview(bytearray(size)), None
 
 
 def _started_at(pid: int) -> str:

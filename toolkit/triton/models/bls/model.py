@@ -125,7 +125,13 @@ class TritonPythonModel:
             # Of this instance, which serves its requests one after the other.
             longest = self._limits.max_draft_len
             size = LoadGate.SIZE + CallCosts.size(longest)
-            memory, self._shared = shared_memory(args["model_name"], size)
+            name = f"{args['model_name']}-{args['model_version']}"
+            memory, self._shared = shared_memory(name, size)
+            if self._shared is None:
+                pb_utils.Logger.log_warn(
+                    "the temporary folder takes no file, so the instances of this model choose"
+                    " draft lengths each for itself, and draft too much under load"
+                )
             costs = CallCosts(longest, memory[LoadGate.SIZE :])
             adaptive = AdaptiveSettings(**json.loads(parameters["adaptive"]))
             gate = LoadGate(memory[: LoadGate.SIZE], instance_number(args))
