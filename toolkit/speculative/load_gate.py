@@ -20,9 +20,8 @@ import math
 __all__ = ["LoadGate"]
 
 MOST_INSTANCES = 64
-IDLE, DECIDING, OTHER = range(
-    3
-)  # what an instance does: OTHER serves a request that decides nothing
+# What an instance does. OTHER: it serves a request that decides nothing.
+IDLE, DECIDING, OTHER = range(3)
 LOADS = MOST_INSTANCES.bit_length()  # one instance at work, 2, up to 4, up to 8, ...
 EPOCH_TOKENS = 32  # of each instance at work
 LEAST_GAIN = 0.02  # of drafting, to be worth it
