@@ -200,3 +200,33 @@ def test_instances_do_not_draft_where_each_would_gain_and_all_would_lose(
     plain = sum(each.steps_by_reason.get("load", 0) for each in last)
     share = plain / sum(sum(each.steps_by_reason.values()) for each in last)
     assert share < 0.05 if drafts else share > 0.9
+
+
+class OneByOne(Machine):
+    """Each token is a call, as at first."""
+
+    def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
+        for token in self._new(ids, count):
+            yield Part((token,))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 40])
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_every_request_ends_whatever_the_load_was_before(max_tokens: int, others: int) -> None:
+    """One of two tokens is decoded plainly at once, and nobody goes on if that ends sooner."""
+    gate, *rest = gates(4)
+    costs = CallCosts(3)
+    adaptive = Adaptive(Controller(AdaptiveSettings(), costs, 3), costs, gate)
+    gate.look()
+    for other in rest[:others]:
+        other.begin()
+    gate.begin()
+    settings = Settings("r", PROMPT, max_tokens, 3, frozenset([END]), 0)
+    rounds = Rounds(settings, OneByOne(0), CODEC.stream(PROMPT, ()), adaptive=adaptive)
+    events = []
+    for number, event in enumerate(rounds):
+        events.append(event)
+        for other in rest:  # the load changes after every answer
+            other.end() if number % 2 else other.begin()
+    ids = [token for event in events for token in event.token_ids]
+    assert (ids, events[-1].finish_reason) == (TEXT[:max_tokens], "length")

@@ -441,6 +441,11 @@ def test_adaptive_lengths_give_the_same_texts_under_load(
             assert [answer.token_ids for answer in answers] == expected
             for answer in answers:
                 reasons |= set(answer.statistics.steps_by_reason or {})
+        for max_tokens in (1, 2, 3):  # alone again, on instances that saw another load last
+            answers = [adaptive.generate(prompt, max_tokens=max_tokens) for prompt in prompts]
+            assert [answer.token_ids for answer in answers] == [
+                ids[:max_tokens] for ids in expected
+            ]
     assert "load" in reasons  # the first epoch is one of plain decoding
 
 

@@ -175,11 +175,14 @@ class Rounds:
         ends the request.
         """
         speculates = self._settings.draft_len > 0 and self._settings.max_tokens > 2
+        if self._adaptive is not None:
+            self._adaptive.gate.look()
         try:
             for event in self._speculative() if speculates else self._plain():
                 yield event
                 if event.finish_reason is not None:
                     return
+            raise RuntimeError("the rounds ended before the request")  # it would never be answered
         finally:
             if self._adaptive is not None and self._adaptation is not None:
                 self._adaptive.controller.finish(self._adaptation)
@@ -234,9 +237,10 @@ class Rounds:
         return event
 
     def _plain(self, count: int | None = None) -> Iterator[TokenEvent]:
-        """Decode `count` tokens, or the rest of the request, with the target alone. It ends sooner
-        where the load has become another one, so that drafts may pay.
+        """Decode `count` tokens, or the rest of the request, with the target alone. With a count it
+        ends sooner where the load has become another one, so that drafts may pay.
         """
+        ends_sooner = count is not None
         before = len(self._ids)
         count = self._end - before if count is None else min(count, self._end - before)
         timed_tokens = timed_ns = 0  # without the first call, which may read the prompt
@@ -257,7 +261,7 @@ class Rounds:
                 if (overdue_event := self._overdue_event()) is not None:
                     yield overdue_event
                     return
-                if self._is_at_other_load():
+                if ends_sooner and self._is_at_other_load():
                     return
                 started = self._clock()
         if len(self._ids) < before + count:

@@ -285,6 +285,7 @@ def test_memory_is_private_where_it_cannot_be_shared(
     assert none is None
     assert other[7] == 0
     assert victim.read_text() == "kept"
+    assert file.exists() is (case in ("a link", "a folder"))
 
 
 @pytest.mark.parametrize(("name", "number"), [("bls_0", 0), ("bls_0_0", 0), ("bls_0_12", 12)])

@@ -90,7 +90,11 @@ def shared_memory(name: str, size: int) -> tuple[memoryview, Path | None]:
             status = os.fstat(file)
             if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
                 # The space is taken now: on a full disk, to write later would end the process.
-                os.posix_fallocate(file, 0, size)
+                try:
+                    os.posix_fallocate(file, 0, size)
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
                 return memoryview(mmap.mmap(file, size)), path
         finally:
             os.close(file)
