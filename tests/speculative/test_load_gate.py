@@ -230,3 +230,17 @@ def test_every_request_ends_whatever_the_load_was_before(max_tokens: int, others
             other.end() if number % 2 else other.begin()
     ids = [token for event in events for token in event.token_ids]
     assert (ids, events[-1].finish_reason) == (TEXT[:max_tokens], "length")
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_what_calls_take_is_learned_only_from_a_request_alone(others: int) -> None:
+    gate, *rest = gates(4)
+    costs = CallCosts(3)
+    adaptive = Adaptive(Controller(AdaptiveSettings(), costs, 3), costs, gate)
+    for other in rest[:others]:
+        other.begin()
+    gate.begin()
+    settings = Settings("r", PROMPT, 100, 3, frozenset([END]), 0)
+    for _ in range(8):
+        assert list(Rounds(settings, Machine(0), CODEC.stream(PROMPT, ()), adaptive=adaptive))
+    assert (costs.untried() is None) is (others == 0)

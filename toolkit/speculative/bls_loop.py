@@ -344,8 +344,8 @@ class Rounds:
         state, adaptive = self._adaptation, self._adaptive
         if state is None or adaptive is None or drafted == 0:
             return
-        if state.plain_tokens == 0 and self._tally.has_drafted(2):
-            adaptive.costs.note(drafted, ns, is_alone=adaptive.gate.is_alone)
+        if state.plain_tokens == 0 and self._tally.has_drafted(2) and adaptive.gate.is_alone:
+            adaptive.costs.note(drafted, ns)
         if self._reason == "probe":
             shares = [1.0] * accepted + [0.0] * (accepted < drafted)
             adaptive.controller.note_probe(state, shares, 1)
@@ -362,10 +362,8 @@ class Rounds:
         what counts is all of them.
         """
         adaptive = None if self._adaptation is None else self._adaptive
-        if adaptive is None or not tokens:
-            return
-        if tokens >= TELLING_TOKENS or adaptive.costs.untried() is not None:
-            adaptive.costs.note(0, ns // tokens, is_alone=adaptive.gate.is_alone)
+        if adaptive is not None and tokens >= TELLING_TOKENS and adaptive.gate.is_alone:
+            adaptive.costs.note(0, ns // tokens)
 
     def _take(self, part: Part, drafts: Drafts = NO_DRAFTS, *, checked: int = 0) -> TokenEvent:
         """Add the target's tokens, up to the first that ends the request. checked: how many drafts

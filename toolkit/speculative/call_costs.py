@@ -3,9 +3,10 @@ it.
 
 A call cannot be timed before there are requests, so the first rounds try every length. The
 instances of a server share the figures, so that each length is tried once and not by each of them.
-As in `costs`, every figure follows the median of its times, and all of them share a scale that
-follows quickly; both only while a request is alone, since under load a round holds what waits in
-the engines' queues (`load_gate` decides then). Only of Python's standard library.
+Only what a request takes that is alone is noted, since under load a round holds what waits in the
+engines' queues (`load_gate` decides then). As in `costs`, every figure follows the median of its
+times, and all of them share a scale that follows quickly. While drafts are in use, plain decoding
+is not timed; so it is tried again now and then. Only of Python's standard library.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ __all__ = ["CallCosts"]
 
 SAMPLES = 3  # of each length, before its figure is used
 SCALE_STEP, FIGURE_STEP = 0.05, 0.01
+RETRY_ROUNDS = 512  # with drafts, after which plain decoding is tried again
 NUMBER_BYTES = 8
-# The numbers of a length: how many samples it has, the samples, and the figure. The scale of all
-# lengths comes before them; 0 stands for 1.
+# The numbers of a length: how many samples it has, the samples, and the figure. Before them come
+# those of all lengths: their scale, where 0 stands for 1, and the rounds since plain decoding was
+# tried.
 NUMBERS = 2 + SAMPLES
+SCALE, ROUNDS, FIRST = range(3)
 
 
 class CallCosts:
@@ -40,7 +44,7 @@ class CallCosts:
     @staticmethod
     def size(max_draft_len: int) -> int:
         """Of the memory, in bytes."""
-        return NUMBER_BYTES * (1 + NUMBERS * (max_draft_len + 1))
+        return NUMBER_BYTES * (FIRST + NUMBERS * (max_draft_len + 1))
 
     def untried(self) -> int | None:
         """A length that has to be tried before lengths can be chosen; None: all have been."""
@@ -49,7 +53,7 @@ class CallCosts:
                 return draft_len
         return None
 
-    def note(self, draft_len: int, ns: int, *, is_alone: bool = True) -> None:
+    def note(self, draft_len: int, ns: int) -> None:
         """A round with so many drafts took so long, or a token of plain decoding."""
         numbers, at = self._numbers, self._at(draft_len)
         count, at_figure, scale = int(numbers[at]), at + 1 + SAMPLES, self._scale()
@@ -57,10 +61,22 @@ class CallCosts:
             numbers[at + 1 + count] = ns / scale
             numbers[at_figure] = median(numbers[at + 1 : at + 2 + count])
             numbers[at] = count + 1
-        elif is_alone:
-            is_slower = ns > scale * numbers[at_figure]
-            numbers[at_figure] *= 1 + FIGURE_STEP if is_slower else 1 / (1 + FIGURE_STEP)
-            numbers[0] = scale * (1 + SCALE_STEP if is_slower else 1 / (1 + SCALE_STEP))
+            return
+        is_slower = ns > scale * numbers[at_figure]
+        numbers[at_figure] *= 1 + FIGURE_STEP if is_slower else 1 / (1 + FIGURE_STEP)
+        numbers[SCALE] = scale * (1 + SCALE_STEP if is_slower else 1 / (1 + SCALE_STEP))
+        numbers[ROUNDS] += draft_len > 0
+        if numbers[ROUNDS] >= RETRY_ROUNDS:
+            self._retry_plain()
+
+    def _retry_plain(self) -> None:
+        """Let a new time replace the oldest one."""
+        numbers, at = self._numbers, self._at(0)
+        numbers[ROUNDS] = 0
+        if numbers[at] == SAMPLES:
+            numbers[at] = SAMPLES - 1
+            for sample in range(at + 1, at + SAMPLES):
+                numbers[sample] = numbers[sample + 1]
 
     def draft_ns(self, rows: int, depth: int) -> float:
         """0: the draft's call is a part of the round, whose time depends on its length."""
@@ -74,8 +90,8 @@ class CallCosts:
         return max(0.0, self.step_ns(1, self.probe_len + 1) - self.step_ns(1, 1))
 
     def _scale(self) -> float:
-        return self._numbers[0] or 1.0
+        return self._numbers[SCALE] or 1.0
 
     def _at(self, draft_len: int) -> int:
         """The place of a length's numbers."""
-        return 1 + NUMBERS * draft_len
+        return FIRST + NUMBERS * draft_len

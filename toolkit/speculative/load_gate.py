@@ -68,8 +68,8 @@ class LoadGate:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other instance was at work when `look` looked."""
-        return self._seen[0] == 0
+        """Whether no other instance is at work, as when `look` looked."""
+        return self._seen[0] == 0 and not self.has_changed()
 
     def has_changed(self) -> bool:
         """Whether something else holds than what `look` saw."""
