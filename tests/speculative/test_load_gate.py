@@ -244,3 +244,16 @@ def test_what_calls_take_is_learned_only_from_a_request_alone(others: int) -> No
     for _ in range(8):
         assert list(Rounds(settings, Machine(0), CODEC.stream(PROMPT, ()), adaptive=adaptive))
     assert (costs.untried() is None) is (others == 0)
+
+
+def test_a_request_whose_draft_has_failed_leaves_the_epochs_to_others() -> None:
+    first, second = gates(2)
+    costs = CallCosts(3)
+    adaptive = Adaptive(Controller(AdaptiveSettings(), costs, 3), costs, first)
+    first.begin()
+    settings = Settings("r", PROMPT, 40, 3, frozenset([END]), 0, on_draft_failure="plain")
+    failing = Scripted(TEXT, TEXT, fails_after=0)
+    events = list(Rounds(settings, failing, CODEC.stream(PROMPT, ()), adaptive=adaptive))
+    assert events[-1].finish_reason == "length"
+    second.begin()
+    assert [take_epoch(second, 100, 150, 2) for _ in range(3)] == [False, True, False]

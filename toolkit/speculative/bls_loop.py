@@ -206,6 +206,8 @@ class Rounds:
                     raise
                 self.draft_failure, self._tally.draft_failure = failure, str(failure)
                 self._reason, self._adaptation = "draft failed", None
+                if self._adaptive is not None:  # others end the epochs
+                    self._adaptive.gate.begin(decides=False)
                 if (overdue_event := self._overdue_event()) is not None:
                     break
                 yield from self._plain()
@@ -270,15 +272,19 @@ class Rounds:
 
     # Adaptive draft lengths.
 
+    @property
+    def _chooser(self) -> Adaptive | None:
+        """What chooses this request's draft lengths; None: nothing does, or does any more."""
+        return None if self._adaptation is None else self._adaptive
+
     def _note_gain(self, tokens: int, ns: int) -> None:
         """What a round gave, or a call of plain decoding, without what reads the prompt."""
-        if self._adaptation is not None and self._adaptive is not None:
-            self._adaptive.gate.note(tokens, ns)
+        if self._chooser is not None:
+            self._chooser.gate.note(tokens, ns)
 
     def _is_at_other_load(self) -> bool:
         """Whether drafts may pay now, or do not any more."""
-        adaptive = None if self._adaptation is None else self._adaptive
-        return adaptive is not None and adaptive.gate.has_changed()
+        return self._chooser is not None and self._chooser.gate.has_changed()
 
     def _begins_plainly(self) -> bool:
         adaptive = self._adaptive
@@ -361,9 +367,9 @@ class Rounds:
         """Of calls that followed each other. They become longer, and so what a token takes less:
         what counts is all of them.
         """
-        adaptive = None if self._adaptation is None else self._adaptive
-        if adaptive is not None and tokens >= TELLING_TOKENS and adaptive.gate.is_alone:
-            adaptive.costs.note(0, ns // tokens)
+        chooser = self._chooser
+        if chooser is not None and tokens >= TELLING_TOKENS and chooser.gate.is_alone:
+            chooser.costs.note(0, ns // tokens)
 
     def _take(self, part: Part, drafts: Drafts = NO_DRAFTS, *, checked: int = 0) -> TokenEvent:
         """Add the target's tokens, up to the first that ends the request. checked: how many drafts
