@@ -612,10 +612,28 @@ def acceptance_by_token(target: Llama, draft: Llama, rows: Tensor, temperature: 
 POOL_BATCH = 512
 POOL_LENGTH = 256
 CORPUS, LONG = "corpus", "long"
-# What a distillation batch is made of: the share of each part of the pool. A number is the
-# temperature the target wrote it at; the coldest stands in for greedy text, which has no gradient
-# at its argmax and too soon repeats itself. The long rows teach every position there is.
+# What the pool is made of: the share of each part of it. A number is the temperature the target
+# wrote it at; the coldest stands in for greedy text, which has no gradient at its argmax and too
+# soon repeats itself. The long rows teach every position there is.
 MIXTURE = {CORPUS: 0.2, LONG: 0.05, "1.0": 0.2, "0.8": 0.3, "0.4": 0.25}
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """How a draft is trained. mixture: what a batch is made of. peak: the learning rate. tv_weight
+    of the loss at a progress from 0 to 1.
+    """
+
+    mixture: dict[str, float]
+    peak: float
+    tv_weight: Callable[[float], float]
+
+
+FIRST = Distillation(MIXTURE, 1.5e-3, lambda progress: 0.9 * min(1, max(0, progress - 0.3) / 0.2))
+# From trained weights, with more of what is measured.
+FURTHER = Distillation(
+    {CORPUS: 0.1, LONG: 0.05, "1.0": 0.2, "0.8": 0.35, "0.4": 0.3}, 8e-4, lambda _: 0.9
+)
 
 
 def write_pool(
@@ -714,7 +732,8 @@ def train_draft(args: argparse.Namespace) -> None:
     check = write_pool(writer, heldout, 256, args.seed + 2, args.work / "pool_check.pt")
     taught = {part: teach(target, rows) for part, rows in pool.items()}
     print("the target's logits are at hand", flush=True)
-    draft = start_draft(target)
+    draft = read_model(args.start, DRAFT) if args.start else start_draft(target)
+    how = FURTHER if args.start else FIRST
 
     @torch.compile(dynamic=False)
     def loss_on(
@@ -727,20 +746,18 @@ def train_draft(args: argparse.Namespace) -> None:
         )
 
     def loss_at(progress: float, generator: torch.Generator) -> Tensor:
-        part = list(MIXTURE)[
-            int(torch.multinomial(torch.tensor(list(MIXTURE.values())), 1, generator=generator))
-        ]
+        shares = torch.tensor(list(how.mixture.values()))
+        part = list(how.mixture)[int(torch.multinomial(shares, 1, generator=generator))]
         rows = pool[part]
         chosen = torch.randint(
             len(rows), (args.batch_tokens // (rows.shape[1] - 1),), generator=generator
         )
         temperature = 1.0 if part in (CORPUS, LONG) else float(part)
-        tv_weight = 0.9 * min(1.0, max(0.0, progress - 0.3) / 0.2)
         return loss_on(
             rows[chosen].long(),
             taught[part][chosen],
             torch.tensor(temperature),
-            torch.tensor(tv_weight),
+            torch.tensor(how.tv_weight(progress)),
         )
 
     def save() -> None:
@@ -764,7 +781,7 @@ def train_draft(args: argparse.Namespace) -> None:
         draft,
         loss_at,
         budget,
-        peak=1.5e-3,
+        peak=how.peak,
         seed=args.seed,
         checkpoint=args.work / "draft.pt",
         on_save=save,
@@ -979,6 +996,9 @@ def parse_args() -> argparse.Namespace:
         type=int,
         default=4000,
         help="rows of 256 tokens to distil along; 1 MB of memory each",
+    )
+    parser.add_argument(
+        "--start", type=Path, help="draft: a folder of draft weights that are trained further"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

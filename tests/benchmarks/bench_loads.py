@@ -2,12 +2,13 @@
 
 Closed loops of 1, 4, 16 and 64 requests at a time, greedy, over the prompts of each YAML, plain and
 speculative in turns. Served: `toolkit bench CONFIG`, its client on the same machine. In process,
-for engines that this process can run: the same runtime and requests without server and client, once
-before and once after the served ones. Good: speculative / plain >= 1 and served / in process >=
-0.85 at each load. With configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
+for engines that this process can run: the same runtime and requests without server and client. Both
+take turns, round by round, so that a machine whose speed wavers favours neither; the intervals are
+over rounds. Good: speculative / plain >= 1 and served / in process >= 0.85 at each load. With
+configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
-        [--loads 1 4 16 64] [--requests 128]
+        [--loads 1 4 16 64] [--requests 128] [--rounds 2]
 
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
 the highest load has, under the name loads-NAME; another build of the same takes a second. The
@@ -18,23 +19,25 @@ default. `--set speculation.adaptive.enabled=true` lets draft lengths follow acc
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from tests.benchmarks.engines import facts
 from tests.support.runtimes import Outcome, make_request
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.inprocess import load_runtime
+from toolkit.resampling import Estimate, bootstrap_ratio_of_sums
 from toolkit.speculative.runtime import SpeculativeRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -43,15 +46,15 @@ ARMS = ("plain", "speculative")
 
 @dataclass
 class Rates:
-    """Tokens/s of each arm at one load; None where it was not measured."""
+    """Tokens/s at one load, of each arm and round; empty where it was not measured."""
 
-    in_process: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ARMS))
-    served: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ARMS))
+    in_process: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    served: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
 
-    def speedup(self, where: dict[str, float | None]) -> float | None:
+    def speedup(self, where: dict[str, list[float]]) -> Estimate | None:
         return _quotient(where["speculative"], where["plain"])
 
-    def kept(self, arm: str) -> float | None:
+    def kept(self, arm: str) -> Estimate | None:
         return _quotient(self.served[arm], self.in_process[arm])
 
 
@@ -87,24 +90,24 @@ def build(path: Path, slots: int, changes: Sequence[str]) -> list[str]:
 def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[int, Rates]:
     config = load_config(path, changes[1::2])
     rates = {load: Rates() for load in asked.loads}
-    found: dict[tuple[int, str], list[float]] = {}
-    if config.capabilities.in_process:
-        in_process(config, asked, found)
-    for load, served in serve(path, changes, asked).items():
-        rates[load].served.update(served)
-    if config.capabilities.in_process:
-        in_process(config, asked, found)
-    for (load, arm), values in found.items():
-        rates[load].in_process[arm] = sum(values) / len(values)
+    if not config.capabilities.in_process:
+        serve(path, changes, asked, rates, asked.rounds)
+        return rates
+    in_process = prepare(config, asked)
+    for turn in range(asked.rounds):
+        ways = [
+            functools.partial(in_process, rates, turn),
+            functools.partial(serve, path, changes, asked, rates, 1),
+        ]
+        for way in ways if turn % 2 == 0 else reversed(ways):
+            way()
     return rates
 
 
-def in_process(
-    config: DeploymentConfig,
-    asked: argparse.Namespace,
-    found: dict[tuple[int, str], list[float]],
-) -> None:
-    """Add the tokens/s of each load and arm, in turns, to what was found."""
+def prepare(
+    config: DeploymentConfig, asked: argparse.Namespace
+) -> Callable[[dict[int, Rates], int], None]:
+    """What adds the tokens/s of each load and arm in this process, warm."""
     engines = ROOT / "engines" / config.name
     speculation = config.speculation
     runtime = load_runtime(
@@ -120,11 +123,16 @@ def in_process(
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [runtime.codec.encode(json.loads(line)["prompt"]) for line in lines]
     closed_loop(runtime, prompts, max(asked.loads), max(asked.loads), None, asked.max_tokens)
-    for load, turn in itertools.product(asked.loads, range(asked.rounds)):
-        for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
-            draft_len = 0 if arm == "plain" else None
-            rate = closed_loop(runtime, prompts, load, asked.requests, draft_len, asked.max_tokens)
-            found.setdefault((load, arm), []).append(rate)
+
+    def measured(rates: dict[int, Rates], turn: int) -> None:
+        for load in asked.loads:
+            for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
+                draft_len = 0 if arm == "plain" else None
+                rates[load].in_process[arm].append(
+                    closed_loop(runtime, prompts, load, asked.requests, draft_len, asked.max_tokens)
+                )
+
+    return measured
 
 
 def closed_loop(
@@ -157,9 +165,13 @@ def closed_loop(
 
 
 def serve(
-    path: Path, changes: list[str], asked: argparse.Namespace
-) -> dict[int, dict[str, float | None]]:
-    """Load -> arm -> tokens/s of the served deployment."""
+    path: Path,
+    changes: list[str],
+    asked: argparse.Namespace,
+    rates: dict[int, Rates],
+    rounds: int,
+) -> None:
+    """Add the tokens/s of the served deployment, the mean of so many rounds."""
     with tempfile.TemporaryDirectory(prefix="toolkit-loads-") as folder:
         out = Path(folder) / "run.json"
         toolkit(
@@ -168,14 +180,13 @@ def serve(
             *changes,
             *("--concurrency", ",".join(map(str, asked.loads))),
             *("--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)),
-            *("--rounds", str(asked.rounds), "--max-rounds", str(asked.rounds)),
+            *("--rounds", str(rounds), "--max-rounds", str(rounds)),
             *("--out", str(out)),
         )
         run = json.loads(out.read_text(encoding="utf-8"))
-    return {
-        point["concurrency"]: {arm["name"]: arm["tokens_per_s"] for arm in point["arms"]}
-        for point in run["points"]
-    }
+    for point in run["points"]:
+        for arm in point["arms"]:
+            rates[point["concurrency"]].served[arm["name"]].append(arm["tokens_per_s"])
 
 
 def toolkit(*arguments: str) -> None:
@@ -188,23 +199,35 @@ def toolkit(*arguments: str) -> None:
 
 def show(name: str, rates: dict[int, Rates]) -> None:
     heads = ("plain", "spec.", "spec./plain")
+    kept_heads = ("plain", "spec.")
     print(f"{name}: tokens/s")
-    print(f"{'':8}  {'in process':^33}  {'served':^33}  {'served / in process':^22}")
-    print(f"{'requests':>8}" + "".join(f"{head:>11}" for head in (*heads, *heads, *heads[:2])))
+    print(f"{'':8}  {'in process':^39}  {'served':^39}  {'served / in process':^36}")
+    names = [f"{head:>{19 if head == heads[2] else 10}}" for head in heads] * 2
+    print(f"{'requests':>8}" + "".join(names) + "".join(f"{head:>19}" for head in kept_heads))
     for load, row in rates.items():
-        cells: list[Any] = []
+        cells = []
         for where in (row.in_process, row.served):
-            cells += [where["plain"], where["speculative"], row.speedup(where)]
-        cells += [row.kept(arm) for arm in ARMS]
-        words = (
-            "-" if cell is None else f"{cell:.2f}" if cell < 20 else f"{cell:,.0f}"
-            for cell in cells
-        )
-        print(f"{load:>8}" + "".join(f"{word:>11}" for word in words), flush=True)
+            cells += [f"{_mean(where[arm]):>10}" for arm in ARMS]
+            cells.append(f"{_words(row.speedup(where)):>19}")
+        cells += [f"{_words(row.kept(arm)):>19}" for arm in ARMS]
+        print(f"{load:>8}" + "".join(cells), flush=True)
 
 
-def _quotient(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
+def _quotient(above: list[float], below: list[float]) -> Estimate | None:
+    if not above or not below:
+        return None
+    return bootstrap_ratio_of_sums(np.array(above)[:, None], np.array(below)[:, None])
+
+
+def _mean(values: list[float]) -> str:
+    return f"{sum(values) / len(values):,.0f}" if values else "-"
+
+
+def _words(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
+    value, low, high = estimate
+    return f"{value:.2f} ({low:.2f}-{high:.2f})"
 
 
 if __name__ == "__main__":
