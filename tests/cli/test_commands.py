@@ -224,6 +224,39 @@ def test_output_that_is_closed_is_no_fault(deployment: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", [["schema"], ["plan", "tiny.yaml"], ["--help"]])
+def test_a_reader_that_leaves_is_no_fault(deployment: Path, command: list[str]) -> None:
+    """As `| head` does, whether the output fits into a buffer or not."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit", *command],
+        cwd=deployment,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+def test_a_current_folder_that_was_deleted_is_told(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    toolkit = f"'{sys.executable}' -m toolkit build '{CONFIGS / 'quickstart.yaml'}'"
+    done = subprocess.run(
+        ["sh", "-c", f"cd '{gone}' && rmdir '{gone}' && {toolkit}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert done.stderr.startswith("the current folder was deleted")
+
+
 def test_a_folder_whose_name_is_not_utf_8_is_refused(
     deployment: Path, tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -49,12 +49,18 @@ def _exit_code(arguments: list[str]) -> int:
         with contextlib.suppress(OSError):
             sys.stdout.close()
         code = 0
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        code = 0  # typer ends with 1 then
     except OSError as error:  # no code below has explained it; mostly, output cannot be written
         if "--debug" in arguments:
             raise
+        what = f"{error.filename or 'reading or writing'}: {error.strerror or error}"
         say(
-            f"{error.filename or 'reading or writing'}: {error.strerror or error}\n  Add --debug to"
-            " see where it happened."
+            "the current folder was deleted\n  Change to one that exists."
+            if _is_folder_gone()
+            else f"{what}\n  Add --debug to see where it happened."
         )
         with contextlib.suppress(OSError):
             sys.stdout.close()
@@ -95,6 +101,14 @@ def _replace_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _is_folder_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _usage_error(error: TyperException) -> str:
