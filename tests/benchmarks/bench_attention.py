@@ -1,8 +1,10 @@
-"""Is the attention of one long sequence among short ones shared by the threads?
+"""Is the attention of one long sequence among short ones shared by the threads, and what does it
+cost to verify?
 
-One layer's attention with the heads of the 250M shape, one token for each of 16 sequences: all of
+One layer's attention with the heads of the 250M shape. One token for each of 16 sequences: all of
 64 tokens, and one of them of 32k. The cost beside short ones is that of the long sequence alone.
-Good: with T threads, the long sequence takes 1 / T of its time on one thread.
+Good: with T threads, the long sequence takes 1 / T of its time on one thread. And 1 and 5 tokens of
+a sequence behind 128 and 4,096, with caches in float32 and bfloat16.
 
     python -m tests.benchmarks.bench_attention [--threads N] [--rounds N]
 """
@@ -10,6 +12,7 @@ Good: with T threads, the long sequence takes 1 / T of its time on one thread.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 from collections.abc import Callable
@@ -27,17 +30,27 @@ from toolkit.facts.embedded import BLOCK
 SEQUENCES, SHORT, LONG = 16, 64, 32_768
 HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
 DIM, CAPACITY = SHAPE["head_dim"], LONG + 64
+VERIFIED, BEHIND = (1, 5), (128, 4096)
 HOW = Attention(HEADS, KV_HEADS, DIM, 1e-5, None, None, None, None, None)
 
 
+def caches(slots: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernel_caches`."""
+    n, pair = (2, (2,)) if dtype == torch.bfloat16 else (1, ())
+    keys = torch.zeros(slots, KV_HEADS, CAPACITY // BLOCK, DIM // n, BLOCK, *pair, dtype=dtype)
+    return keys, torch.zeros(slots, KV_HEADS, CAPACITY // n, DIM, *pair, dtype=dtype)
+
+
 def attention(
-    ops: KernelOps, cache: tuple[torch.Tensor, torch.Tensor], lengths: list[int]
+    ops: KernelOps, cache: tuple[torch.Tensor, torch.Tensor], lengths: list[int], tokens: int = 1
 ) -> Callable[[], object]:
-    """One token for each sequence, in slot 0 if it is long and in the others if it is short."""
-    qkv = torch.randn(len(lengths), 1, (HEADS + 2 * KV_HEADS) * DIM)
+    """So many tokens for each sequence, in slot 0 if it is long and in the others if it is
+    short.
+    """
+    qkv = torch.randn(1, tokens * len(lengths), (HEADS + 2 * KV_HEADS) * DIM)
     angles = torch.rand(CAPACITY, DIM // 2)
     slots = torch.arange(len(lengths)) + (0 if max(lengths) == LONG else 1)
-    starts = torch.arange(len(lengths))
+    starts = torch.arange(len(lengths)) * tokens
     step = Step(slots, torch.tensor(lengths), starts, angles.cos(), angles.sin())
     return lambda: ops.attention(qkv, cache, step, HOW)
 
@@ -50,8 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
         ops = load_library(library, build_library(library))
-    keys = torch.zeros(SEQUENCES + 1, KV_HEADS, CAPACITY // BLOCK, DIM, BLOCK)
-    values = torch.zeros(SEQUENCES + 1, KV_HEADS, CAPACITY, DIM)
+    cache = caches(SEQUENCES + 1, torch.float32)
     batches = {
         "16 short": [SHORT] * SEQUENCES,
         "1 long": [LONG],
@@ -61,10 +73,19 @@ def main() -> None:
     print("ms per step of one layer, median (fastest)")
     for threads in sorted({1, asked.threads}):
         torch.set_num_threads(threads)
-        calls = [attention(ops, (keys, values), lengths) for lengths in batches.values()]
+        calls = [attention(ops, cache, lengths) for lengths in batches.values()]
         for name, (middle, best) in zip(batches, in_turns(calls, asked.rounds), strict=True):
             print(f"{threads} threads, {name:18}{middle:10.3f} ({best:.3f})", flush=True)
             line["ms"][f"{threads} threads, {name}"] = [round(middle, 4), round(best, 4)]
+    torch.set_num_threads(1)
+    for behind, dtype in itertools.product(BEHIND, (torch.float32, torch.bfloat16)):
+        cache = caches(2, dtype)
+        calls = [attention(ops, cache, [behind], tokens) for tokens in VERIFIED]
+        found = in_turns(calls, asked.rounds)
+        for tokens, (middle, best) in zip(VERIFIED, found, strict=True):
+            name = f"{tokens} tokens behind {behind}, {str(dtype).removeprefix('torch.')}"
+            print(f"1 thread, {name:34}{middle:10.4f} ({best:.4f})", flush=True)
+            line["ms"][f"1 thread, {name}"] = [round(middle, 4), round(best, 4)]
     print(json.dumps(line))
 
 

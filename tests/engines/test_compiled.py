@@ -475,7 +475,10 @@ def test_keys_and_values_may_be_bfloat16_beside_float32(
     kernel_engine: Callable[..., EmbeddedEngine],
     tmp_path: Path,
 ) -> None:
-    """Half the memory; the logits move by no more than the rounding of keys and values does."""
+    """Half the memory; the logits move by no more than the rounding of keys and values does. Where
+    the processor multiplies in bfloat16, the kernels round queries and weights of attention, too,
+    which moves them about as much again; eager attention does not.
+    """
     built = build(tiny_pair[0], tmp_path, mode=mode, kv_cache_dtype="bfloat16")
     assert (built.dtype, built.kv_dtype, built.mode) == ("float32", "bfloat16", mode)
     ours = loader("torch").load(tmp_path)
@@ -484,8 +487,9 @@ def test_keys_and_values_may_be_bfloat16_beside_float32(
     logits = ours.forward([0, 1], TOKENS)
     same = kernel_engine(tiny_pair[0], "float32", "bfloat16").forward([0, 1], TOKENS)
     unrounded = kernel_engine(tiny_pair[0], "float32").forward([0, 1], TOKENS)
-    assert (logits - same).abs().median() < 1e-5
-    moved = (logits - unrounded).abs()
+    moved, between = (logits - unrounded).abs(), (logits - same).abs()
+    is_same = mode == "compiled" or "avx512_bf16" not in Path("/proc/cpuinfo").read_text()
+    assert between.median() < (1e-5 if is_same else 2 * moved.median())
     assert 1e-5 < moved.median() < 1e-2
     assert moved.max() < 0.1
 

@@ -330,9 +330,17 @@ def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) 
         assert torch.equal(stored, (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
-def test_a_bfloat16_cache_is_written_like_torchs_cast_and_read_exactly(kernels: KernelOps) -> None:
-    dim, n, first = 24, 40, 50  # over the end of a block
-    sizes = (2, 1, 2, dim, BLOCK), (2, 1, 128, 32)
+def singly(cache: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same numbers as in a cache whose numbers do not lie in pairs."""
+    keys, values = cache
+    return keys.transpose(4, 5).flatten(3, 4).contiguous(), values.transpose(3, 4).flatten(2, 3)
+
+
+@pytest.mark.parametrize("first", [50, 51])
+def test_a_bfloat16_cache_is_written_like_torchs_cast(kernels: KernelOps, first: int) -> None:
+    """Where a processor sums the products of pairs, the other factors are bfloat16, too."""
+    dim, n = 24, 40  # over the end of a block
+    sizes = (2, 1, 2, dim // 2, BLOCK, 2), (2, 1, 64, 32, 2)
     cache = tuple(torch.zeros(size, dtype=torch.bfloat16) for size in sizes)
     qkv = torch.randn((1, n, 3 * dim), generator=torch.Generator().manual_seed(6)) * 30
     special = torch.tensor([float("nan"), float("inf"), -3.4e38, 1e-40, 257.0, 259.0])
@@ -346,15 +354,30 @@ def test_a_bfloat16_cache_is_written_like_torchs_cast_and_read_exactly(kernels: 
 
     step(qkv, cache, first)
     _, key, value = qkv[0].bfloat16().split(dim, dim=-1)
+    keys, values = singly(cache)
     for written, new in (
-        (by_position(cache[0])[1, 0, first : first + n], key),
-        (cache[1][1, 0, first : first + n, :dim], value),
+        (by_position(keys)[1, 0, first : first + n], key),
+        (values[1, 0, first : first + n, :dim], value),
     ):
         assert torch.equal(written.float().nan_to_num(7.0), new.float().nan_to_num(7.0))
-    widened = tuple(part.float() for part in cache)
-    query = torch.randn((1, 1, 3 * dim)).bfloat16().float()
-    end = first + n - 1
-    assert torch.equal(step(query, cache, end), step(query, widened, end))
+    qkv = torch.randn((1, 1, 3 * dim), generator=torch.Generator().manual_seed(7)) / 30
+    end = first + n - 1  # over the special numbers
+    widened = keys.float(), values.float().contiguous()
+    torch.testing.assert_close(step(qkv, cache, end), step(qkv, widened, end), rtol=0.01, atol=0.05)
+
+
+def test_what_an_earlier_sequence_left_in_a_pair_does_not_count(kernels: KernelOps) -> None:
+    dim = 16
+    how = Attention(1, 1, dim, 1e-5, None, None, None, None, None)
+    qkv = torch.randn((1, 1, 3 * dim), generator=torch.Generator().manual_seed(8))
+    at = Step(*(torch.tensor([0]) for _ in range(3)), torch.ones(64, 8), torch.zeros(64, 8))
+    results = []
+    for left in (0.0, float("nan")):
+        sizes = (1, 1, 1, dim // 2, BLOCK, 2), (1, 1, 32, dim, 2)
+        keys, values = (torch.full(size, left, dtype=torch.bfloat16) for size in sizes)
+        results.append(kernels.attention(qkv, (keys, values), at, how))
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
 
 
 def test_threads_do_not_change_the_bits(

@@ -231,11 +231,15 @@ inline Floats rounded_to_fp8(Floats x) {
 // Write a vector of numbers into a cache: unchanged, as the nearest BF16 numbers, or as the codes of
 // x / scale.
 inline void keep(float* to, Floats x, float) { store(to, x); }
-inline void keep(Bf16* to, Floats x, float) {
+inline Ints nearest_bf16(Floats x) {
   Ints bits = (Ints)x;
   Ints nearest = bits + 0x7fff + (bits >> 16 & 1);
   nearest = x == x ? nearest : bits | 0x400000;  // a NaN stays one
-  for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint16_t>(nearest[i] >> 16);
+  return nearest >> 16 & 0xffff;
+}
+inline void keep(Bf16* to, Floats x, float) {
+  Ints bits = nearest_bf16(x);
+  for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint16_t>(bits[i]);
 }
 inline void keep(CachedFp8* to, Floats x, float scale) {
   Floats value = rounded_to_fp8(x / scale);
@@ -267,7 +271,6 @@ inline Floats exponential(Floats x) {
   Floats low = splat(-87.0f);
   x = x < low ? low : x;
   Floats shifted = x * 1.44269504088896341f + 0x1.8p23f;  // the low bits now hold the integer part
-  Ints power = (Ints)shifted;
   Floats whole = shifted - 0x1.8p23f;
   Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
@@ -277,7 +280,11 @@ inline Floats exponential(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  return (Floats)((Ints)p + (power << 23));
+#ifdef __AVX512F__
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
+#endif
 }
 
 template <typename F>
@@ -844,14 +851,58 @@ struct Heads {
   int64_t heads, kv_heads, dim, padded, capacity;  // padded: head_dim up to a multiple of 16
 };
 
-// Where a head keeps number d of the key at this position.
+// How the numbers of a cache are multiplied. BF16 numbers lie in pairs: two dimensions of a key, two
+// positions of a value.
+template <typename C>
+struct CacheDot : FloatDot<C> {
+  static constexpr int64_t kNumbers = 1;  // in a step
+};
+
+template <>
+struct CacheDot<Bf16> : Bf16Dot {
+  static constexpr int64_t kNumbers = 2;
+};
+
+// Where a head keeps number d of the key or value at this position.
+template <typename C>
 inline int64_t key_at(const Heads& h, int64_t d, int64_t place) {
-  return (place / kBlock * h.dim + d) * kBlock + place % kBlock;
+  constexpr int64_t n = CacheDot<C>::kNumbers;
+  return (place / kBlock * h.dim + d / n * n) * kBlock + place % kBlock * n + d % n;
+}
+
+// Write the key [dim] of this position, which lies in `padded` numbers.
+template <typename C>
+void keep_key(C* keys, const Heads& h, int64_t place, const float* key, float scale) {
+  constexpr int64_t n = CacheDot<C>::kNumbers;
+  for (int64_t d = 0; d < h.dim; d += kLanes) {
+    C column[kLanes];
+    keep(column, load<Floats>(key + d), scale);
+    for (int64_t i = 0, count = std::min(kLanes, h.dim - d); i < count; i += n)
+      std::memcpy(keys + key_at<C>(h, d + i, place), column + i, n * sizeof(C));
+  }
+}
+
+// The same of a value, whose row is filled up with zeros. In a pair, the next position is not yet known,
+// and what an earlier sequence has left there may be no number.
+template <typename C>
+void keep_value(C* values, const Heads& h, int64_t place, const float* value, float scale) {
+  for (int64_t d = 0; d < h.dim; d += kLanes) {
+    Floats v = load(value + d, h.dim - d);
+    if constexpr (CacheDot<C>::kNumbers == 1) {
+      keep(values + place * h.padded + d, v, scale);
+    } else {
+      C* pairs = values + place / 2 * 2 * h.padded + d * 2;
+      Ints bits = nearest_bf16(v);
+      if (place % 2 == 1) bits = (load<Ints>(pairs) & 0xffff) | bits << 16;
+      std::memcpy(pairs, &bits, sizeof bits);
+    }
+  }
 }
 
 // One sequence and one of its KV heads, with up to kQueries queries.
 struct Queries {
   float *rotated, *scores, *mixed;  // [kQueries, padded], [kQueries, reach], [kQueries, padded]
+  void* groups;                     // of `rotated`, as products take them; of scores they lie in their place
   float sums[kQueries];             // of the weights of each query
   int64_t at[kQueries];             // the position of each query
   int64_t reach;
@@ -860,7 +911,7 @@ struct Queries {
 // The caches of one KV head of one slot; null: none.
 template <typename C>
 struct Region {
-  C *keys, *values;  // [capacity / kBlock, dim, kBlock], [capacity, padded]
+  C *keys, *values;  // [capacity / kBlock, dim / n, kBlock, n], [capacity / n, padded, n], n numbers in a step
 };
 
 // Prefetch `count` numbers of a cache, unless there is none. GCC 12 takes a function that only
@@ -871,47 +922,77 @@ template <typename C>
   for (int64_t i = 0; i < count; i += 64 / sizeof(C)) __builtin_prefetch(from + at + i, 0, 2);
 }
 
+// Products by BF16 numbers take the other factors in pairs, too, as BF16 numbers.
+template <typename C>
+constexpr bool kPairs = std::is_same_v<typename CacheDot<C>::Group, uint32_t>;
+
+// `count` numbers, a multiple of a vector's, as such pairs, which may lie where the numbers lay.
+void store_pairs([[maybe_unused]] const float* from, [[maybe_unused]] int64_t count, [[maybe_unused]] uint32_t* to) {
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+  for (int64_t i = 0; i < count; i += kLanes) {
+    __m256i pairs = (__m256i)_mm512_cvtneps_pbh((__m512)load<Floats>(from + i));
+    std::memcpy(to + i / 2, &pairs, sizeof pairs);
+  }
+#endif
+}
+
 // The scores of Q queries, from `first` on, at V vectors of positions within a block. The same keys of
 // the region that comes next are on their way meanwhile: those of a sequence lie far from those of the
 // others, so nothing else would fetch them.
 template <typename C, int Q, int V>
 void score(const Queries& all, const C* keys, const C* next, const Heads& h, int64_t first, int64_t place) {
-  const float* q = all.rotated + first * h.padded;
-  int64_t begin = key_at(h, 0, place);
-  const C* block = keys + begin;
+  using D = CacheDot<C>;
+  constexpr int64_t n = D::kNumbers;
+  int64_t stride = h.padded / n * D::kParts, begin = key_at<C>(h, 0, place);
+  const auto* q = static_cast<const typename D::Group*>(all.groups) + first * stride;
   Floats sum[Q][V] = {};
-  for (int64_t d = 0; d < h.dim; ++d) {
-    prefetch_numbers(next, begin + d * kBlock, V * kLanes);
-    Floats key[V];
+  for (int64_t d = 0; d < h.dim / n; ++d) {
+    prefetch_numbers(next, begin + d * n * kBlock, V * n * kLanes);
+    const char* step = reinterpret_cast<const char*>(keys + begin + d * n * kBlock);
+#pragma GCC unroll 2
+    for (int part = 0; part < D::kParts; ++part) {
+      typename D::Row key[V];
 #pragma GCC unroll 4
-    for (int j = 0; j < V; ++j) key[j] = widen(block + d * kBlock + j * kLanes), keep_loaded(key[j]);
+      for (int j = 0; j < V; ++j) key[j] = D::row(step, j, part);
 #pragma GCC unroll 6
-    for (int i = 0; i < Q; ++i)
+      for (int i = 0; i < Q; ++i)
 #pragma GCC unroll 4
-      for (int j = 0; j < V; ++j) sum[i][j] = plus_product(sum[i][j], splat(q[i * h.padded + d]), key[j]);
+        for (int j = 0; j < V; ++j) D::add(sum[i][j], q[i * stride + d * D::kParts + part], key[j]);
+    }
   }
+#pragma GCC unroll 6
   for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 4
     for (int j = 0; j < V; ++j) store(all.scores + (first + i) * all.reach + place + j * kLanes, sum[i][j]);
 }
 
 // mixed[i], D vectors from d on = sum over positions of scores[i] * value. Several vectors of dims are
 // summed at a time, since a single sum would have to wait for each of its additions. `next` as above.
-template <typename C, int Q, int D>
+template <typename C, int Q, int V>
 void mix(const Queries& all, const C* values, const C* next, const Heads& h, int64_t first, int64_t begin, int64_t end, int64_t d) {
-  const float* p = all.scores + first * all.reach;
-  Floats sum[Q][D] = {};
-  for (int64_t s = begin; s < end; ++s) {
-    prefetch_numbers(next, s * h.padded + d, D * kLanes);
-    Floats value[D];
+  using D = CacheDot<C>;
+  constexpr int64_t n = D::kNumbers;
+  const auto* p = reinterpret_cast<const typename D::Group*>(all.scores + first * all.reach);
+  Floats sum[Q][V] = {};
+  for (int64_t s = begin / n; s < (end + n - 1) / n; ++s) {
+    int64_t at = (s * h.padded + d) * n;
+    prefetch_numbers(next, at, V * n * kLanes);
+    const char* step = reinterpret_cast<const char*>(values + at);
+#pragma GCC unroll 2
+    for (int part = 0; part < D::kParts; ++part) {
+      typename D::Row value[V];
 #pragma GCC unroll 4
-    for (int j = 0; j < D; ++j) value[j] = widen(values + s * h.padded + d + j * kLanes), keep_loaded(value[j]);
+      for (int j = 0; j < V; ++j) value[j] = D::row(step, j, part);
 #pragma GCC unroll 6
-    for (int i = 0; i < Q; ++i)
+      for (int i = 0; i < Q; ++i)
 #pragma GCC unroll 4
-      for (int j = 0; j < D; ++j) sum[i][j] = plus_product(sum[i][j], splat(p[i * all.reach + s]), value[j]);
+        for (int j = 0; j < V; ++j) D::add(sum[i][j], p[i * all.reach + s * D::kParts + part], value[j]);
+    }
   }
+#pragma GCC unroll 6
   for (int i = 0; i < Q; ++i)
-    for (int j = 0; j < D; ++j) store(all.mixed + (first + i) * h.padded + d + j * kLanes, sum[i][j]);
+#pragma GCC unroll 4
+    for (int j = 0; j < V; ++j) store(all.mixed + (first + i) * h.padded + d + j * kLanes, sum[i][j]);
 }
 
 // Call f.template operator()<Q>(first) for all `count` queries, Q of them at a time. The number of
@@ -981,7 +1062,11 @@ void attend_to(Queries& all, int64_t count, Region<C> here, Region<C> next, cons
     together(count, [&]<int Q>(int64_t q) {
       by_vectors<kWide<Q>>(block, std::min(block + kBlock, last), [&]<int V>(int64_t place) { score<C, Q, V>(all, here.keys, then(q).keys, h, q, place); });
     });
-  for (int64_t i = 0; i < count; ++i) all.sums[i] = softmax(all.scores + i * all.reach, first, last, from(all.at[i]), all.at[i] + 1);
+  for (int64_t i = 0; i < count; ++i) {
+    float* scores = all.scores + i * all.reach;
+    all.sums[i] = softmax(scores, first, last, from(all.at[i]), all.at[i] + 1);
+    if (kPairs<C>) store_pairs(scores + first, last - first, reinterpret_cast<uint32_t*>(scores) + first / 2);
+  }
   together(count, [&]<int Q>(int64_t q) {
     by_vectors<kWide<Q>>(0, h.padded, [&]<int V>(int64_t d) { mix<C, Q, V>(all, here.values, then(q).values, h, q, begin, end, d); });
   });
@@ -1018,7 +1103,7 @@ struct Attention {
   int64_t heads, window;
   float eps;
 
-  int64_t dim() const { return keys.size(3); }
+  int64_t dim() const { return keys.dim() == 5 ? keys.size(3) : 2 * keys.size(3); }
 };
 
 // Where a step writes its tokens: see `attention`.
@@ -1029,7 +1114,9 @@ struct Step {
 // The tokens of sequence b are those from start[b] up to the start of the next one, or up to the last.
 template <typename C>
 void attention_heads(const float* qkv, int64_t tokens, const Attention& how, const Step& step, float* out) {
-  Heads h{how.heads, how.keys.size(1), how.dim(), how.values.size(3), how.values.size(2)};
+  constexpr int64_t kNumbers = CacheDot<C>::kNumbers;
+  Heads h{how.heads, how.keys.size(1), how.dim(), how.values.size(3), how.values.size(2) * kNumbers};
+  TORCH_CHECK(h.dim % kNumbers == 0 && how.values.dim() == (kNumbers == 1 ? 4 : 5), "attention: the caches do not fit their dtype");
   int64_t batch = step.slots.size(0), group = h.heads / h.kv_heads, window = how.window;
   const int64_t* start = step.starts.const_data_ptr<int64_t>();
   auto count_of = [&](int64_t b) { return (b + 1 < batch ? start[b + 1] : tokens) - start[b]; };
@@ -1062,7 +1149,8 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
   std::atomic<int64_t> next = 0;
   share(tasks, all_work * h.heads * h.padded / 4, [&] {
     Scratch<float> rotated(most * h.padded), scores(most * reach), mixed(most * h.padded);
-    Queries all{rotated, scores, mixed, {}, {}, reach};
+    Scratch<uint32_t> pairs(kPairs<C> ? most * h.padded / 2 : 0);
+    Queries all{rotated, scores, mixed, kPairs<C> ? static_cast<void*>(pairs) : rotated, {}, {}, reach};
     for (int64_t task = next++; task < tasks; task = next++) {
       int64_t b = order[task / h.kv_heads], head = task % h.kv_heads, n = count_of(b), queries = group * n;
       const float* of_row = qkv + start[b] * stride;
@@ -1074,14 +1162,8 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
         const float* token = of_row + t * stride;
         int64_t place = length[b] + t;
         rotate(token + (h.heads + head) * h.dim, how.k_norm, how.eps, c + place * half, s + place * half, h.dim, all.rotated);
-        const float* v = token + (h.heads + h.kv_heads + head) * h.dim;
-        for (int64_t d = 0; d < h.dim; d += kLanes) {
-          int64_t count = std::min(kLanes, h.dim - d);
-          keep(here.values + place * h.padded + d, load(v + d, count), v_scale);
-          C column[kLanes];
-          keep(column, load<Floats>(all.rotated + d), k_scale);
-          for (int64_t i = 0; i < count; ++i) here.keys[key_at(h, d + i, place)] = column[i];
-        }
+        keep_key<C>(here.keys, h, place, all.rotated, k_scale);
+        keep_value<C>(here.values, h, place, token + (h.heads + h.kv_heads + head) * h.dim, v_scale);
       }
       for (int64_t q = 0; q < queries; q += kQueries) {
         int64_t count = std::min(kQueries, queries - q);
@@ -1089,15 +1171,16 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
           int64_t t = (q + i) / group, which = head * group + (q + i) % group, at = length[b] + t;
           float* to = all.rotated + i * h.padded;
           rotate(of_row + t * stride + which * h.dim, how.q_norm, how.eps, c + at * half, s + at * half, h.dim, to);
-          for (int64_t d = 0; d < h.dim; ++d) to[d] *= scale;
+          for (int64_t d = 0; d < h.dim; d += kLanes) store(to + d, load<Floats>(to + d) * scale);
           all.at[i] = at;
         }
+        if (kPairs<C>) store_pairs(rotated, count * h.padded, pairs);
         attend_to(all, count, here, q == 0 ? then : Region<C>{}, h, window);
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group;
           float* to = to_row + (t * h.heads + which) * h.dim;
           float whole = v_scale / all.sums[i];
-          for (int64_t d = 0; d < h.dim; ++d) to[d] = all.mixed[i * h.padded + d] * whole;
+          for (int64_t d = 0; d < h.dim; d += kLanes) store(to + d, load<Floats>(mixed + i * h.padded + d) * whole, h.dim - d);
         }
       }
     }
@@ -1116,15 +1199,16 @@ void attention_floats(const float* qkv, int64_t tokens, const Attention& how, co
 
 // qkv [..., (heads + 2 kv_heads) dim] float32, the tokens of all sequences one behind the other; the
 // first token of each is at `starts` [batch], so that each has its own number; keys [slots, kv_heads,
-// capacity / kBlock, dim, kBlock] and values [slots, kv_heads, capacity, padded], both float32, bfloat16 or uint8 (E4M3 bits at k_scale,
-// v_scale []), which are written in place after the first `lengths` [batch] positions of `slots` [batch];
+// capacity / kBlock, dim, kBlock] and values [slots, kv_heads, capacity, padded], both float32 or uint8 (E4M3 bits at k_scale,
+// v_scale []), or, in bfloat16, keys [slots, kv_heads, capacity / kBlock, dim / 2, kBlock, 2] and values [slots, kv_heads,
+// capacity / 2, padded, 2], which are written in place after the first `lengths` [batch] positions of `slots` [batch];
 // cos, sin [positions, dim / 2]; window 0: unbounded. Returns [..., heads dim].
 Tensor attention(const Tensor& qkv, const Tensor& keys, const Tensor& values, const Tensor& slots, const Tensor& lengths, const Tensor& starts,
                  const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
-  Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * keys.size(3)}, qkv.options());
   Attention how{keys, values, data_or_null(q_norm), data_or_null(k_norm), data_or_null(k_scale), data_or_null(v_scale),
                 heads, window, static_cast<float>(eps)};
+  Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * how.dim()}, qkv.options());
   attention_floats(floats(qkv), qkv.size(0) * qkv.size(1), how, {slots, lengths, starts, cos, sin}, out.mutable_data_ptr<float>());
   return out;
 }

@@ -167,7 +167,8 @@ def _register_shapes(name: str) -> None:
         return x.new_empty((*x.shape[:-1], rest[-1]))
 
     def attention(qkv: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        return qkv.new_empty((qkv.shape[0], qkv.shape[1], rest[-3] * keys.shape[3]))
+        dim = keys.shape[3] * (2 if keys.dim() == 6 else 1)  # see `kernel_caches`
+        return qkv.new_empty((qkv.shape[0], qkv.shape[1], rest[-3] * dim))
 
     def layers(hidden: Tensor, *_: Any) -> Tensor:
         return hidden.new_empty(hidden.shape)
@@ -184,8 +185,8 @@ def _register_shapes(name: str) -> None:
 class KernelOps(Ops):
     """Ops that call the kernel library. Weights come from `pack`, caches from `kernel_caches`.
 
-    All arithmetic is in float32, for every dtype of the input. All layers are one call, since in a
-    small model the calls themselves take as long as the arithmetic.
+    Sums are in float32, for every dtype of the input. All layers are one call, since in a small
+    model the calls themselves take as long as the arithmetic.
     """
 
     def __init__(self, name: str) -> None:
@@ -264,27 +265,31 @@ def kernel_caches(
     weights: Weights, slots: int, capacity: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Zeroed (keys [slots, kv_heads, capacity / BLOCK, dim, BLOCK], values [slots, kv_heads,
-    capacity, padded]) per layer, in float32, bfloat16 or uint8 (FP8 codes).
+    capacity, padded]) per layer, in float32 or uint8 (FP8 codes). In bfloat16: (keys [slots,
+    kv_heads, capacity / BLOCK, dim / 2, BLOCK, 2], values [slots, kv_heads, capacity / 2, padded,
+    2]), in the pairs of which processors sum the products at once.
 
     Keys are stored by dimension within a block of positions, so that consecutive positions are one
     vector, and a short context lies in few pages. capacity must be a multiple of BLOCK. A slot
     takes memory only as far as it has been used.
     """
+    n = 2 if dtype == torch.bfloat16 else 1
+    pair = (n,) if n > 1 else ()
 
     def layer_cache(how: Attention) -> tuple[Tensor, Tensor]:
         padded = -(-how.head_dim // LANES) * LANES
-        blocks = (slots, how.kv_heads, capacity // BLOCK, how.head_dim, BLOCK)
-        keys = unused_zeros(blocks, dtype)
-        return keys, unused_zeros((slots, how.kv_heads, capacity, padded), dtype)
+        blocks = (slots, how.kv_heads, capacity // BLOCK, how.head_dim // n, BLOCK, *pair)
+        rows = (slots, how.kv_heads, capacity // n, padded, *pair)
+        return unused_zeros(blocks, dtype), unused_zeros(rows, dtype)
 
     return [layer_cache(layer.attention) for layer in weights.layers]
 
 
 def caches_by_position(caches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Views of what `kernel_caches` made: keys [slots, kv_heads, capacity / BLOCK, any] and values
-    [slots, kv_heads, capacity, any] of each layer.
+    [slots, kv_heads, capacity or half of it, any] of each layer.
     """
-    return [view for keys, values in caches for view in (keys.flatten(3), values)]
+    return [view.flatten(3) for layer in caches for view in layer]
 
 
 def pack(weights: Weights, dtype: torch.dtype) -> Weights:
