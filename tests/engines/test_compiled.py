@@ -201,7 +201,7 @@ def test_a_row_without_finite_logits_chooses_nothing_and_spoils_no_other(
     assert whole[0] == whole[1]
     engine.rewind([0, 1], [4, 4])
     for cache in engine._caches:
-        cache[1, :, 2] = float("nan")
+        cache[1, :, 1] = float("nan")  # of values: the second position, or pair of positions
     ids, _ = engine.forward_chain(chains)
     assert ids == [whole[0], [-1] * 4]
 
