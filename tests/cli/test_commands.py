@@ -198,19 +198,22 @@ def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def toolkit_writes_to(stdout: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments],
+        cwd=cwd,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_output_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "toolkit", "schema"]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = toolkit_writes_to(full.fileno(), "schema", cwd=tmp_path)
     assert done.returncode == 3
     assert done.stderr.splitlines()[0] == "reading or writing: No space left on device"
     assert "Traceback" not in done.stderr
@@ -229,15 +232,7 @@ def test_a_reader_that_leaves_is_no_fault(deployment: Path, command: list[str]) 
     """As `| head` does, whether the output fits into a buffer or not."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit", *command],
-        cwd=deployment,
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = toolkit_writes_to(write, *command, cwd=deployment)
     os.close(write)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
