@@ -23,22 +23,19 @@ import torch
 
 from tests.benchmarks.bench_kernels import SHAPE
 from tests.benchmarks.engines import facts, in_turns
-from toolkit.engines.embedded.kernels import KernelOps, build_library, load_library
+from toolkit.engines.embedded.kernels import (
+    KernelOps,
+    build_library,
+    layer_cache,
+    load_library,
+)
 from toolkit.engines.embedded.model import Attention, Step
-from toolkit.facts.embedded import BLOCK
 
 SEQUENCES, SHORT, LONG = 16, 64, 32_768
 HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
 DIM, CAPACITY = SHAPE["head_dim"], LONG + 64
 VERIFIED, BEHIND = (1, 5), (128, 4096)
 HOW = Attention(HEADS, KV_HEADS, DIM, 1e-5, None, None, None, None, None)
-
-
-def caches(slots: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernel_caches`."""
-    n, pair = (2, (2,)) if dtype == torch.bfloat16 else (1, ())
-    keys = torch.zeros(slots, KV_HEADS, CAPACITY // BLOCK, DIM // n, BLOCK, *pair, dtype=dtype)
-    return keys, torch.zeros(slots, KV_HEADS, CAPACITY // n, DIM, *pair, dtype=dtype)
 
 
 def attention(
@@ -63,7 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
         ops = load_library(library, build_library(library))
-    cache = caches(SEQUENCES + 1, torch.float32)
+    cache = layer_cache(HOW, SEQUENCES + 1, CAPACITY, torch.float32)
     batches = {
         "16 short": [SHORT] * SEQUENCES,
         "1 long": [LONG],
@@ -79,7 +76,7 @@ def main() -> None:
             line["ms"][f"{threads} threads, {name}"] = [round(middle, 4), round(best, 4)]
     torch.set_num_threads(1)
     for behind, dtype in itertools.product(BEHIND, (torch.float32, torch.bfloat16)):
-        cache = caches(2, dtype)
+        cache = layer_cache(HOW, 2, CAPACITY, dtype)
         calls = [attention(ops, cache, [behind], tokens) for tokens in VERIFIED]
         found = in_turns(calls, asked.rounds)
         for tokens, (middle, best) in zip(VERIFIED, found, strict=True):

@@ -84,11 +84,14 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> KernelOps:
 @pytest.fixture(scope="session")
 def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
     """(checkpoint, dtype, dtype of its KV cache) -> the model step by step over the kernels,
-    without AOTInductor: 3 slots of 96.
+    without AOTInductor: 3 slots of 96. ops: kernels for another processor.
     """
 
     def make(
-        path: Path, dtype: ComputeDtype = "float32", kv_dtype: KvDtype | None = None
+        path: Path,
+        dtype: ComputeDtype = "float32",
+        kv_dtype: KvDtype | None = None,
+        ops: KernelOps = kernels,
     ) -> EmbeddedEngine:
         source = quantized.open_checkpoint(path)
         tensors = fuse(source)
@@ -100,7 +103,7 @@ def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
             source.shape, tensors, dtype, 3, 96, PREFILL_TOKENS, kv_dtype=kv_dtype or dtype
         )
         return EmbeddedEngine(
-            eager_runner(weights, kernels, caches, getattr(torch, dtype)),
+            eager_runner(weights, ops, caches, getattr(torch, dtype)),
             vocab_size=source.shape.vocab_size,
             max_batch_size=3,
             max_seq_len=96,

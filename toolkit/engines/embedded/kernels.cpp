@@ -228,15 +228,17 @@ inline Floats rounded_to_fp8(Floats x) {
   return x == x ? rounded : x;
 }
 
-// Write a vector of numbers into a cache: unchanged, as the nearest BF16 numbers, or as the codes of
-// x / scale.
-inline void keep(float* to, Floats x, float) { store(to, x); }
+// The bits of the nearest BF16 numbers, half to even.
 inline Ints nearest_bf16(Floats x) {
   Ints bits = (Ints)x;
   Ints nearest = bits + 0x7fff + (bits >> 16 & 1);
   nearest = x == x ? nearest : bits | 0x400000;  // a NaN stays one
   return nearest >> 16 & 0xffff;
 }
+
+// Write a vector of numbers into a cache: unchanged, as the nearest BF16 numbers, or as the codes of
+// x / scale.
+inline void keep(float* to, Floats x, float) { store(to, x); }
 inline void keep(Bf16* to, Floats x, float) {
   Ints bits = nearest_bf16(x);
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint16_t>(bits[i]);

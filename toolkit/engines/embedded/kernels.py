@@ -36,6 +36,7 @@ __all__ = [
     "build_library",
     "caches_by_position",
     "kernel_caches",
+    "layer_cache",
     "load_library",
     "namespace",
     "pack",
@@ -273,16 +274,19 @@ def kernel_caches(
     vector, and a short context lies in few pages. capacity must be a multiple of BLOCK. A slot
     takes memory only as far as it has been used.
     """
+    return [layer_cache(layer.attention, slots, capacity, dtype) for layer in weights.layers]
+
+
+def layer_cache(
+    how: Attention, slots: int, capacity: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(keys, values) of one layer of `kernel_caches`."""
     n = 2 if dtype == torch.bfloat16 else 1
     pair = (n,) if n > 1 else ()
-
-    def layer_cache(how: Attention) -> tuple[Tensor, Tensor]:
-        padded = -(-how.head_dim // LANES) * LANES
-        blocks = (slots, how.kv_heads, capacity // BLOCK, how.head_dim // n, BLOCK, *pair)
-        rows = (slots, how.kv_heads, capacity // n, padded, *pair)
-        return unused_zeros(blocks, dtype), unused_zeros(rows, dtype)
-
-    return [layer_cache(layer.attention) for layer in weights.layers]
+    padded = -(-how.head_dim // LANES) * LANES
+    blocks = (slots, how.kv_heads, capacity // BLOCK, how.head_dim // n, BLOCK, *pair)
+    rows = (slots, how.kv_heads, capacity // n, padded, *pair)
+    return unused_zeros(blocks, dtype), unused_zeros(rows, dtype)
 
 
 def caches_by_position(caches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
