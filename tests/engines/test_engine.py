@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from toolkit.engines.embedded.engine import (
     EmbeddedEngine,
     groups_of,
     open_checkpoint,
-    unused_zeros,
 )
 from toolkit.engines.embedded.model import Attention, Step, TorchOps
 
@@ -58,33 +56,3 @@ def test_a_nan_that_a_former_request_left_in_its_slot_is_never_read() -> None:
     for tensor in cache:
         tensor[0, :, 3:] = float("nan")
     assert torch.equal(TorchOps().attention(qkv, cache, step, how), clean)
-
-
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-def test_a_cache_takes_memory_only_where_it_has_been_used() -> None:
-    before = anonymous_bytes()
-    cache = unused_zeros((8, 4, 2**21), torch.bfloat16)  # 128 MiB
-    assert anonymous_bytes() - before < 2**23
-    assert cache.shape == (8, 4, 2**21)
-    assert not cache[3, 0, :100].any()
-    cache[5] = 1.0
-    assert 2**24 <= anonymous_bytes() - before < 2**25
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages"
-)
-def test_a_cache_takes_no_huge_pages_even_where_the_kernel_gives_them_to_all() -> None:
-    """nh is the kernel's flag for it; what it is set to for all cannot be changed here."""
-    cache = unused_zeros((8, 4, 2**21), torch.bfloat16)
-    flags, inside = "", False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(span[1], 16) <= cache.data_ptr() < int(span[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            flags = line
-    assert " nh" in flags

@@ -9,10 +9,7 @@ wait: the caller does, once per forward, when it reads the logits.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
-import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +21,7 @@ from numpy.typing import NDArray
 
 from toolkit.checkpoints import quantized
 from toolkit.checkpoints.shape import ModelShape
+from toolkit.engines.embedded.memory import unused_zeros
 from toolkit.engines.embedded.model import (
     CODE_MULTIPLE,
     Group,
@@ -54,7 +52,6 @@ __all__ = [
     "native_products",
     "open_checkpoint",
     "prepare_weight",
-    "unused_zeros",
 ]
 
 MAX_INDICES = 256  # index tensors that are kept
@@ -361,19 +358,6 @@ def allocate_caches(
         return torch.zeros(size, dtype=dtype, device=device)
 
     return [(cache(), cache()) for _ in range(shape.num_layers)]
-
-
-def unused_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU that take memory only once they are written, page by page. They begin at a
-    page.
-    """
-    num_bytes = math.prod(size) * dtype.itemsize
-    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Where the kernel gives huge pages to everybody, a byte would take 2 MiB.
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(size)
 
 
 def native_products(device: Device) -> Native:

@@ -528,17 +528,19 @@ using Bf16Dot = PairDot<Bf16>;
 using Fp8Dot = PairDot<Fp8>;
 #endif
 
-// sums [T, kVectors] += the products of T rows of activations, which lie `stride` apart, by 64 rows of
-// weights. Each pass fetches its share of the weights that come next, so that memory works all the
+// sums [T, kVectors] = the products of T rows of activations, which lie `stride` apart, by 64 rows of
+// weights, added to what they hold if this `continues` a sum. Each pass fetches its share of the weights that come next, so that memory works all the
 // time.
 template <typename D, int T, bool kAhead>
-void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, typename D::Sum* sums) {
+void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, typename D::Sum* sums) {
   constexpr int64_t kPass = pass_of(T), kPasses = kVectors / kPass, kShare = D::kPanelBytes / kPasses;
   const char* next = panel + (kPasses == 1 ? kAheadBytes : steps * D::kPanelBytes);
   for (int64_t first = 0; first < kVectors; first += kPass) {
-    typename D::Sum sum[T][kPass];
-    for (int t = 0; t < T; ++t)
-      for (int j = 0; j < kPass; ++j) sum[t][j] = sums[t * kVectors + first + j];
+    typename D::Sum sum[T][kPass] = {};
+    if (continues) {
+      for (int t = 0; t < T; ++t)
+        for (int j = 0; j < kPass; ++j) sum[t][j] = sums[t * kVectors + first + j];
+    }
     const char* step = panel + first * (D::kPanelBytes / kVectors);
     const typename D::Group* group = x;
     for (int64_t i = 0; i < steps; ++i, step += D::kPanelBytes, group += D::kParts) {
@@ -569,14 +571,14 @@ void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int
 }
 
 template <typename D, bool kAhead>
-void dot_rows(int64_t rows, const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, typename D::Sum* sums) {
+void dot_rows(int64_t rows, const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, typename D::Sum* sums) {
   switch (rows) {
-    case 1: return dot_tile<D, 1, kAhead>(x, stride, panel, steps, sums);
-    case 2: return dot_tile<D, 2, kAhead>(x, stride, panel, steps, sums);
-    case 3: return dot_tile<D, 3, kAhead>(x, stride, panel, steps, sums);
-    case 4: return dot_tile<D, 4, kAhead>(x, stride, panel, steps, sums);
-    case 5: return dot_tile<D, 5, kAhead>(x, stride, panel, steps, sums);
-    default: return dot_tile<D, 6, kAhead>(x, stride, panel, steps, sums);
+    case 1: return dot_tile<D, 1, kAhead>(x, stride, panel, steps, continues, sums);
+    case 2: return dot_tile<D, 2, kAhead>(x, stride, panel, steps, continues, sums);
+    case 3: return dot_tile<D, 3, kAhead>(x, stride, panel, steps, continues, sums);
+    case 4: return dot_tile<D, 4, kAhead>(x, stride, panel, steps, continues, sums);
+    case 5: return dot_tile<D, 5, kAhead>(x, stride, panel, steps, continues, sums);
+    default: return dot_tile<D, 6, kAhead>(x, stride, panel, steps, continues, sums);
   }
 }
 
@@ -599,20 +601,19 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
     Scratch<Sum> sums(rows * kVectors);
     Scratch<char> scratch(kConverts ? kPanelSteps * D::kPanelBytes : 0);
     for (int64_t b = begin; b < end; ++b) {
-      std::fill_n(static_cast<Sum*>(sums), rows * kVectors, Sum{});
       for (int64_t s = 0; s < steps; s += portion) {
         int64_t count = std::min(portion, steps - s);
         const char* from = static_cast<const char*>(weights) + (b * steps + s) * D::kStepBytes;
         const char* panel = D::panel(from, count, scratch);
         const typename D::Group* groups = x + s * D::kParts;
         if (tiles == 1) {
-          dot_rows<D, !kConverts>(rows, groups, stride, panel, count, sums);
+          dot_rows<D, !kConverts>(rows, groups, stride, panel, count, s > 0, sums);
           continue;
         }
         for (int64_t i = 0, t = 0; t < rows; ++i, t += kTokens) {
           int64_t tile = std::min(kTokens, rows - t);
           prefetch_part(from + count * D::kStepBytes, portion * D::kStepBytes, i, tiles);
-          dot_rows<D, false>(tile, groups + t * stride, stride, panel, count, sums + t * kVectors);
+          dot_rows<D, false>(tile, groups + t * stride, stride, panel, count, s > 0, sums + t * kVectors);
         }
       }
       finish(b * kBlock, static_cast<const Sum*>(sums));

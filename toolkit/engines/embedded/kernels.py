@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.engines.embedded.engine import unused_zeros
+from toolkit.engines.embedded.memory import unused_zeros, zeros_in_huge_pages
 from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, Weights, mapped
 from toolkit.errors import StageError
 from toolkit.facts.embedded import BLOCK
@@ -356,7 +356,7 @@ def _side_by_side(weights: Weights) -> Weights:
     sizes = [-(-part.nbytes // LINE_BYTES) * LINE_BYTES for part in order]
     if sum(sizes) > SMALL_BYTES:
         return weights
-    memory = torch.empty(sum(sizes) + LINE_BYTES, dtype=torch.uint8)
+    memory = zeros_in_huge_pages((sum(sizes) + LINE_BYTES,), torch.uint8)
     begin = -memory.data_ptr() % LINE_BYTES
     places: dict[int, Tensor] = {}
     for part, size in zip(order, sizes, strict=True):
@@ -421,8 +421,9 @@ def _pack_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     padded = weight
     if k % group or rows % BLOCK:  # pad copies in any case
         padded = torch.nn.functional.pad(weight, (0, -k % group, 0, -rows % BLOCK))
-    packed = padded.view(-1, BLOCK, padded.shape[1] // group, group).transpose(1, 2)
-    return padded, packed.contiguous().squeeze(3)
+    blocks = padded.view(-1, BLOCK, padded.shape[1] // group, group).transpose(1, 2)
+    packed = zeros_in_huge_pages(tuple(blocks.shape), blocks.dtype).copy_(blocks)
+    return padded, packed.squeeze(3)
 
 
 def _row(tensor: Tensor) -> Tensor:
