@@ -4,6 +4,7 @@ compiled, once per run.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from toolkit.engines.embedded.backend import INT8_HEAD
 from toolkit.engines.embedded.compile import private_cache
 from toolkit.engines.embedded.directory import FORMAT
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
-from toolkit.engines.embedded.kernels import NATIVE, build_library, load_library
+from toolkit.engines.embedded.kernels import NATIVE, KernelOps, build_library, load_library
 from toolkit.engines.embedded.package import PackagedEngine
 from toolkit.engines.registry import backend, loader
 from toolkit.engines.stage import compile_engine, fingerprint
@@ -96,6 +97,24 @@ class TestCompiledContract(StepEngineContract):
     @pytest.fixture
     def engine(self, loaded: EmbeddedEngine) -> EmbeddedEngine:
         return loaded
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_layers_of_an_engine_are_held_as_long_as_it_is_loaded(
+    quantized_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go: list[int] = []
+    monkeypatch.setattr(KernelOps, "let_go", lambda self, number: let_go.append(number))
+    first, second = (loader("torch").load(quantized_engine.path) for _ in range(2))
+    expected = first.forward([0], TOKENS[:1])
+    del first
+    gc.collect()
+    assert len(let_go) == 1
+    assert torch.equal(second.forward([0], TOKENS[:1]), expected)
+    del second
+    gc.collect()
+    assert len(set(let_go)) == 2
 
 
 @needs_compiler

@@ -191,8 +191,19 @@ def test_layers_in_one_call_equal_their_parts(
         keys = torch.zeros(2, kv_heads, capacity // BLOCK, dim, BLOCK)
         return keys, torch.zeros(2, kv_heads, capacity, padded)
 
-    whole = kernels.layers(x, [layer, layer], [caches(), caches()], step)
+    of_whole, of_held = [caches(), caches()], [caches(), caches()]
+    whole = kernels.layers(x, [layer, layer], of_whole, step)
     parts = Ops.layers(kernels, x, [layer, layer], [caches(), caches()], step)
+    head = Linear(torch.zeros(1, hidden))
+    number = kernels.hold(
+        Weights(None, norms[0], head, (layer, layer), step.cos, step.sin, 1e-5), of_held
+    )
+    held = kernels.held(torch.tensor([[number]]))
+    assert torch.equal(held.layers(x, [], [], step), whole)
+    assert all(map(torch.equal, sum(of_held, ()), sum(of_whole, ())))
+    kernels.let_go(number)
+    with pytest.raises(RuntimeError, match=f"none are held under number {number}"):
+        held.layers(x, [], [], step)
     difference = (whole - parts).abs().amax(-1) / parts.abs().max()
     assert (difference < 1e-5).float().mean() > 0.7
     assert difference.max() < (0.05 if kind in ("w8a8", "fp8") else 1e-5)

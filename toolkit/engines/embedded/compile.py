@@ -2,10 +2,10 @@
 a draft token to a chunk of a prompt.
 
 The numbers of sequences, of tokens and of columns with logits are dynamic; a step packs the tokens
-of its sequences, and each has its own number of them. The package holds only
-code. Weights, tables and KV caches are buffers, which the loader binds to its own memory
-(`package.py`). So nothing is copied or passed per call, and the time to compile does not depend on
-the size of the weights.
+of its sequences, and each has its own number of them. The package holds only code. Embeddings and
+LM head are buffers, which the loader binds to its own memory (`package.py`); the layers, with
+tables and KV caches, are held by the kernel library, and one buffer has their number. So nothing is
+copied or passed per call, and the time to compile does not depend on the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,16 +70,9 @@ def compile_package(
     progress(0, None, f"{spec.role}: compiling kernels, then the decoder")
     ops = load_library(kernels, build_library(kernels))
     progress(0, None, f"{spec.role}: compiling the decoder")
-    weights, caches = prepare(
-        shape,
-        tensors,
-        spec.dtype,
-        spec.max_batch_size,
-        spec.max_seq_len,
-        max_step_tokens,
-        kv_dtype=kv_dtype,
-    )
-    module = Decoder(weights, caches, ops, getattr(torch, spec.dtype))
+    compute = getattr(torch, spec.dtype)
+    ends = replace(build(shape, tensors, rope_tables(shape, 1)), layers=())
+    module = Decoder(pack(ends, compute), 0, ops, compute)
     batch = torch.export.Dim("batch", min=1, max=max(2, spec.max_batch_size))
     most = max(2, spec.max_batch_size) * max_step_tokens
     tokens = torch.export.Dim("tokens", min=1, max=most)
@@ -128,9 +121,7 @@ def prepare(
     *,
     kv_dtype: KvDtype,
 ) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
-    """(packed weights, empty caches) of an engine. Compiling and loading both call this, so that
-    names and shapes agree.
-    """
+    """(packed weights, empty caches) of an engine."""
     capacity, compute = slot_tokens(max_seq_len, max_step_tokens), getattr(torch, dtype)
     weights = pack(build(shape, tensors, rope_tables(shape, capacity)), compute)
     kept = torch.uint8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
@@ -139,27 +130,19 @@ def prepare(
 
 class Decoder(torch.nn.Module):
     """`decode` as a module for torch.export. Every tensor that is not an input is a buffer, named
-    after its place in Weights.
+    after its place in Weights, but for those of the layers: they are held under `number`.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        caches: list[tuple[Tensor, Tensor]],
-        ops: KernelOps,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, weights: Weights, number: int, ops: KernelOps, dtype: torch.dtype) -> None:
         super().__init__()
         self._ops, self._dtype = ops, dtype
-        self._weights = weights
-        self._tensors = dict(_tensors(self._weights, "w")) | {
-            f"{part}_{i}": tensor
-            for i, pair in enumerate(caches)
-            for part, tensor in zip(("keys", "values"), pair, strict=True)
-        }
-        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
-        for name, tensor in self._tensors.items():
+        self._weights = replace(weights, layers=())
+        self._names: dict[int, str] = {}
+        for name, tensor in _tensors(self._weights, "w"):
+            self._names[id(tensor)] = name
             self.register_buffer(name, tensor)
+        # A row, since inductor writes the values of short vectors into the code.
+        self.register_buffer("layers", torch.tensor([[number]]))
 
     def forward(
         self, tokens: Tensor, slots: Tensor, lengths: Tensor, starts: Tensor, columns: Tensor
@@ -167,11 +150,9 @@ class Decoder(torch.nn.Module):
         """A `Runner`: see engine.py."""
         buffers = dict(self.named_buffers())
         weights: Weights = mapped(self._weights, lambda tensor: buffers[self._names[id(tensor)]])
-        caches = [
-            (buffers[f"keys_{i}"], buffers[f"values_{i}"]) for i in range(len(weights.layers))
-        ]
         step = Step(slots, lengths, starts, weights.cos, weights.sin)
-        return decode(weights, self._ops, tokens, step, columns, caches, self._dtype)
+        ops = self._ops.held(buffers["layers"])
+        return decode(weights, ops, tokens, step, columns, [], self._dtype)
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ __all__ = [
     "write_config",
 ]
 
-FORMAT = 10  # version of the section `toolkit`; a reader refuses other versions
+FORMAT = 11  # version of the section `toolkit`; a reader refuses other versions
 CONFIG, WEIGHTS, PACKAGE, KERNELS = "config.json", "weights.safetensors", "decode.pt2", "kernels.so"
 # TensorRT-LLM's SpeculativeDecodingMode: DRAFT_TOKENS_EXTERNAL, NONE
 SPECULATION = {"target": 2, "draft": 1}

@@ -22,9 +22,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <type_traits>
+#include <unordered_map>
 #include <vector>
 
 #ifdef __AVX__
@@ -1277,30 +1280,96 @@ class Reader {
   int64_t exists_ = 0;
 };
 
-// All layers one after the other: hidden [..., k] float32 -> the same shape. One call for all of them,
-// since in a small model the calls take as long as the arithmetic. keys and values have one tensor
-// per layer, which is written in place.
+// The layers of a model, with their caches, which are written in place: keys and values have one tensor
+// per layer. cos, sin: as in `attention`.
+class Layers {
+ public:
+  Layers(at::TensorList tensors, at::IntArrayRef numbers, at::TensorList keys, at::TensorList values, const Tensor& cos, const Tensor& sin, double eps)
+      : tensors_(tensors.vec()), keys_(keys.vec()), values_(values.vec()), cos_(cos), sin_(sin), eps_(static_cast<float>(eps)) {
+    Reader read(tensors_, numbers);
+    TORCH_CHECK(keys.size() == values.size(), "layers: keys and values of each layer");
+    for (size_t i = 0; i < keys.size(); ++i) {
+      read.begin_layer();
+      int64_t heads = read.number(), window = read.number();
+      const float *input_norm = read.data(), *post_norm = read.data();
+      Linear qkv = read.linear(), o = read.linear(), gate_up = read.linear(), down = read.linear();
+      const float *q_norm = read.data(), *k_norm = read.data(), *k_scale = read.data(), *v_scale = read.data();
+      Attention how{keys_[i], values_[i], q_norm, k_norm, k_scale, v_scale, heads, window, eps_};
+      layers_.push_back({input_norm, post_norm, qkv, o, gate_up, down, how});
+    }
+    TORCH_CHECK(read.is_at_end(), "layers: there are tensors of more layers than caches");
+  }
+  Layers(const Layers&) = delete;  // the layers refer to the tensors
+  Layers& operator=(const Layers&) = delete;
+
+  // hidden [..., k] float32 after all layers, one after the other.
+  Tensor run(const Tensor& hidden, const Tensor& slots, const Tensor& lengths, const Tensor& starts) const {
+    int64_t k = hidden.size(-1), m = hidden.numel() / k;
+    Tensor out = at::empty(hidden.sizes(), hidden.options());
+    float* x = out.mutable_data_ptr<float>();
+    std::copy_n(floats(hidden), m * k, x);
+    Step step{slots, lengths, starts, cos_, sin_};
+    for (const Layer& layer : layers_) {
+      attend(x, m, k, layer.input_norm, layer.qkv, layer.o, layer.how, step);
+      feed_forward(x, m, k, layer.post_norm, layer.gate_up, layer.down, eps_);
+    }
+    return out;
+  }
+
+ private:
+  struct Layer {
+    const float *input_norm, *post_norm;
+    Linear qkv, o, gate_up, down;
+    Attention how;
+  };
+
+  std::vector<Tensor> tensors_, keys_, values_;
+  Tensor cos_, sin_;
+  float eps_;
+  std::vector<Layer> layers_;
+};
+
 Tensor layers(const Tensor& hidden, at::TensorList tensors, at::IntArrayRef numbers, at::TensorList keys, at::TensorList values,
               const Tensor& slots, const Tensor& lengths, const Tensor& starts, const Tensor& cos, const Tensor& sin, double eps) {
-  int64_t k = hidden.size(-1), m = hidden.numel() / k;
-  Tensor out = at::empty(hidden.sizes(), hidden.options());
-  float* x = out.mutable_data_ptr<float>();
-  std::copy_n(floats(hidden), m * k, x);
-  Reader read(tensors, numbers);
-  Step step{slots, lengths, starts, cos, sin};
-  TORCH_CHECK(keys.size() == values.size(), "layers: keys and values of each layer");
-  for (size_t i = 0; i < keys.size(); ++i) {
-    read.begin_layer();
-    int64_t heads = read.number(), window = read.number();
-    const float *input_norm = read.data(), *post_norm = read.data();
-    Linear qkv = read.linear(), o = read.linear(), gate_up = read.linear(), down = read.linear();
-    const float *q_norm = read.data(), *k_norm = read.data(), *k_scale = read.data(), *v_scale = read.data();
-    Attention how{keys[i], values[i], q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
-    attend(x, m, k, input_norm, qkv, o, how, step);
-    feed_forward(x, m, k, post_norm, gate_up, down, how.eps);
+  return Layers(tensors, numbers, keys, values, cos, sin, eps).run(hidden, slots, lengths, starts);
+}
+
+// Layers that are kept under a number. A compiled package passes the tensors of an operator one by one,
+// through two lists: those of thirty layers took a tenth of a small model's step.
+class Held {
+ public:
+  int64_t add(std::shared_ptr<const Layers> layers) {
+    std::lock_guard lock(mutex_);
+    held_.emplace(++last_, std::move(layers));
+    return last_;
   }
-  TORCH_CHECK(read.is_at_end(), "layers: there are tensors of more layers than caches");
-  return out;
+  void remove(int64_t number) {
+    std::lock_guard lock(mutex_);
+    held_.erase(number);
+  }
+  // Whoever has them may go on with them when they are removed.
+  std::shared_ptr<const Layers> at(int64_t number) {
+    std::lock_guard lock(mutex_);
+    auto found = held_.find(number);
+    TORCH_CHECK(found != held_.end(), "layers: none are held under number ", number);
+    return found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<const Layers>> held_;
+  int64_t last_ = 0;
+} held;
+
+int64_t hold(at::TensorList tensors, at::IntArrayRef numbers, at::TensorList keys, at::TensorList values, const Tensor& cos, const Tensor& sin, double eps) {
+  return held.add(std::make_shared<const Layers>(tensors, numbers, keys, values, cos, sin, eps));
+}
+
+void let_go(int64_t number) { held.remove(number); }
+
+// number [1, 1] int64: what `hold` returned.
+Tensor held_layers(const Tensor& hidden, const Tensor& number, const Tensor& slots, const Tensor& lengths, const Tensor& starts) {
+  return held.at(*number.const_data_ptr<int64_t>())->run(hidden, slots, lengths, starts);
 }
 
 }  // namespace
@@ -1318,10 +1387,15 @@ REGISTER(TOOLKIT_NAMESPACE, library) {
   library.def(
       "layers(Tensor hidden, Tensor[] tensors, int[] numbers, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, Tensor lengths, "
       "Tensor starts, Tensor cos, Tensor sin, float eps) -> Tensor");
+  library.def("hold(Tensor[] tensors, int[] numbers, Tensor[] keys, Tensor[] values, Tensor cos, Tensor sin, float eps) -> int");
+  library.def("let_go(int number) -> ()", &let_go);
+  library.def("held_layers(Tensor hidden, Tensor number, Tensor slots, Tensor lengths, Tensor starts) -> Tensor");
 }
 
 REGISTER_CPU(TOOLKIT_NAMESPACE, library) {
   library.impl("linear", &linear);
   library.impl("attention", &attention);
   library.impl("layers", &layers);
+  library.impl("hold", &hold);
+  library.impl("held_layers", &held_layers);
 }

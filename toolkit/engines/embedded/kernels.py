@@ -178,6 +178,7 @@ def _register_shapes(name: str) -> None:
         "linear": linear,
         "attention": attention,
         "layers": layers,
+        "held_layers": layers,
     }
     for operator, shape in shapes.items():
         torch.library.register_fake(f"{name}::{operator}", shape)
@@ -191,6 +192,7 @@ class KernelOps(Ops):
     """
 
     def __init__(self, name: str) -> None:
+        self._name = name
         operators = getattr(torch.ops, name)
         self._linear, self._attention = operators.linear.default, operators.attention.default
         self._layers = operators.layers.default
@@ -222,6 +224,45 @@ class KernelOps(Ops):
         eps = layers[0].attention.eps
         out = self._layers(hidden.float(), tensors, numbers, keys, values, *_where(step), eps)
         return _as(hidden, out)
+
+    def hold(self, weights: Weights, caches: Sequence[tuple[Tensor, Tensor]]) -> int:
+        """Keep the layers in the library, with everything that they need, under the number that is
+        returned, until `let_go`.
+        """
+        tensors, numbers = _flat(weights.layers)
+        keys, values = [keys for keys, _ in caches], [values for _, values in caches]
+        tables = weights.cos, weights.sin
+        hold = getattr(torch.ops, self._name).hold.default
+        number: int = hold(tensors, numbers, keys, values, *tables, weights.eps)
+        return number
+
+    def let_go(self, number: int) -> None:
+        getattr(torch.ops, self._name).let_go.default(number)
+
+    def held(self, number: Tensor) -> HeldOps:
+        return HeldOps(self._name, number)
+
+
+class HeldOps(KernelOps):
+    """The same for the layers that are held under `number` [1, 1] int64, so that a compiled package
+    does not pass their tensors with every call.
+    """
+
+    def __init__(self, name: str, number: Tensor) -> None:
+        super().__init__(name)
+        self._number = number
+        self._held_layers = getattr(torch.ops, name).held_layers.default
+
+    def layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Layer],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        step: Step,
+    ) -> Tensor:
+        """Of the arguments, layers, caches and the tables of the step are not used."""
+        places = step.slots, step.lengths, step.starts
+        return _as(hidden, self._held_layers(hidden.float(), self._number, *places))
 
 
 def _as(x: Tensor, result: Tensor) -> Tensor:
