@@ -1,14 +1,14 @@
 """Does speculation pay at every load, and what does serving cost beside the runtime in a process?
 
 Closed loops of 1, 4, 16 and 64 requests at a time, greedy, over the prompts of each YAML, plain and
-speculative in turns. Served: `toolkit bench CONFIG`, its client on the same machine. In process,
-for engines that this process can run: the same runtime and requests without server and client. Both
-take turns, round by round, so that a machine whose speed wavers favours neither; the intervals are
-over rounds. Good: speculative / plain >= 1 and served / in process >= 0.85 at each load. With
-configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
+speculative in turns. Served: `toolkit bench`, its client on the same machine. In process, for
+engines that this process can run: the same runtime and requests without server and client. Both
+take turns, load by load and seconds apart, so that a machine whose speed wavers favours neither;
+the intervals are over rounds. Good: speculative / plain >= 1 and served / in process >= 0.85 at
+each load. With configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
-        [--loads 1 4 16 64] [--requests 128] [--rounds 2]
+        [--loads 1 4 16 64] [--requests 128] [--rounds 4]
 
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
 the highest load has, under the name loads-NAME; another build of the same takes a second. The
@@ -39,6 +39,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.inprocess import load_runtime
 from toolkit.resampling import Estimate, bootstrap_ratio_of_sums
 from toolkit.speculative.runtime import SpeculativeRuntime
+from toolkit.triton.process.server import TritonServer
 
 ROOT = Path(__file__).parents[2]
 ARMS = ("plain", "speculative")
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64)
     asked = parser.parse_args()
     results = {}
@@ -91,23 +92,27 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
     config = load_config(path, changes[1::2])
     rates = {load: Rates() for load in asked.loads}
     if not config.capabilities.in_process:
-        serve(path, changes, asked, rates, asked.rounds)
+        bench([str(path), *changes], asked, asked.loads, rates, asked.rounds)
         return rates
     in_process = prepare(config, asked)
-    for turn in range(asked.rounds):
-        ways = [
-            functools.partial(in_process, rates, turn),
-            functools.partial(serve, path, changes, asked, rates, 1),
-        ]
-        for way in ways if turn % 2 == 0 else reversed(ways):
-            way()
+    assert config.validation is not None
+    with TritonServer(ROOT / "triton_repo" / config.name, config.triton) as server:
+        served = [server.grpc_url, "--prompts", str(config.validation.prompts), "--against-plain"]
+        for turn in range(asked.rounds):
+            for load in asked.loads:
+                ways = [
+                    functools.partial(in_process, rates[load], load, turn),
+                    functools.partial(bench, served, asked, [load], rates, 1),
+                ]
+                for way in ways if turn % 2 == 0 else reversed(ways):
+                    way()
     return rates
 
 
 def prepare(
     config: DeploymentConfig, asked: argparse.Namespace
-) -> Callable[[dict[int, Rates], int], None]:
-    """What adds the tokens/s of each load and arm in this process, warm."""
+) -> Callable[[Rates, int, int], None]:
+    """What adds the tokens/s of each arm at a load in this process, warm."""
     engines = ROOT / "engines" / config.name
     speculation = config.speculation
     runtime = load_runtime(
@@ -124,13 +129,12 @@ def prepare(
     prompts = [runtime.codec.encode(json.loads(line)["prompt"]) for line in lines]
     closed_loop(runtime, prompts, max(asked.loads), max(asked.loads), None, asked.max_tokens)
 
-    def measured(rates: dict[int, Rates], turn: int) -> None:
-        for load in asked.loads:
-            for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
-                draft_len = 0 if arm == "plain" else None
-                rates[load].in_process[arm].append(
-                    closed_loop(runtime, prompts, load, asked.requests, draft_len, asked.max_tokens)
-                )
+    def measured(rates: Rates, load: int, turn: int) -> None:
+        for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
+            draft_len = 0 if arm == "plain" else None
+            rates.in_process[arm].append(
+                closed_loop(runtime, prompts, load, asked.requests, draft_len, asked.max_tokens)
+            )
 
     return measured
 
@@ -164,21 +168,20 @@ def closed_loop(
     return tokens / (time.monotonic() - began)
 
 
-def serve(
-    path: Path,
-    changes: list[str],
+def bench(
+    what: Sequence[str],
     asked: argparse.Namespace,
+    loads: Sequence[int],
     rates: dict[int, Rates],
     rounds: int,
 ) -> None:
-    """Add the tokens/s of the served deployment, the mean of so many rounds."""
+    """Add the tokens/s of what `toolkit bench` is asked to measure, the mean of so many rounds."""
     with tempfile.TemporaryDirectory(prefix="toolkit-loads-") as folder:
         out = Path(folder) / "run.json"
         toolkit(
             "bench",
-            str(path),
-            *changes,
-            *("--concurrency", ",".join(map(str, asked.loads))),
+            *what,
+            *("--concurrency", ",".join(map(str, loads))),
             *("--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)),
             *("--rounds", str(rounds), "--max-rounds", str(rounds)),
             *("--out", str(out)),
