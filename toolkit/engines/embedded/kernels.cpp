@@ -1359,7 +1359,10 @@ class Held {
   std::mutex mutex_;
   std::unordered_map<int64_t, std::shared_ptr<const Layers>> held_;
   int64_t last_ = 0;
-} held;
+};
+
+// Never destroyed: when a process ends, memory of Python's that tensors use may be gone before.
+Held& held = *new Held;
 
 int64_t hold(at::TensorList tensors, at::IntArrayRef numbers, at::TensorList keys, at::TensorList values, const Tensor& cos, const Tensor& sin, double eps) {
   return held.add(std::make_shared<const Layers>(tensors, numbers, keys, values, cos, sin, eps));
