@@ -24,9 +24,9 @@ from tests.benchmarks.bench_kernels import SHAPE
 from tests.benchmarks.bench_prefill import KINDS, write_quantized
 from tests.benchmarks.engines import facts, in_turns, step, write_random
 from toolkit.checkpoints import quantized
-from toolkit.engines.embedded.compile import prepare
 from toolkit.engines.embedded.engine import EmbeddedEngine, eager_engine, eager_runner
 from toolkit.engines.embedded.kernels import NATIVE, KernelOps, build_library, load_library
+from toolkit.engines.embedded.package import prepare
 from toolkit.engines.embedded.weights import fuse
 from toolkit.facts.embedded import PREFILL_TOKENS, slot_tokens
 from toolkit.words import ComputeDtype

@@ -14,7 +14,6 @@ from tests.support.checkpoints import write_byte_tokenizer, write_checkpoint
 from tests.support.exports import EXPORTS, TOKENS, Export
 from tests.support.modelopt_exports import export_hf
 from toolkit.checkpoints import quantized
-from toolkit.engines.embedded.compile import prepare
 from toolkit.engines.embedded.engine import EmbeddedEngine, eager_runner
 from toolkit.engines.embedded.kernels import (
     KernelOps,
@@ -22,6 +21,7 @@ from toolkit.engines.embedded.kernels import (
     caches_by_position,
     load_library,
 )
+from toolkit.engines.embedded.package import prepare
 from toolkit.engines.embedded.weights import fuse, unit_kv_scales
 from toolkit.facts.embedded import PREFILL_TOKENS, slot_tokens
 from toolkit.pipeline.toolchain import compiler_path

@@ -18,7 +18,7 @@ from toolkit.pipeline.toolchain import compiler_path
 PROGRAM = """
 import json, sys, threading, time
 from pathlib import Path
-from toolkit.engines.embedded.compile import prepare
+from toolkit.engines.embedded.package import prepare
 from toolkit.engines.embedded.directory import WEIGHTS, open_directory
 from toolkit.engines.embedded.weights import load_weights
 from toolkit.engines.registry import loader

@@ -15,7 +15,7 @@ from tests.support.deployments import FP8, config_of, subject
 from toolkit.checkpoints.quantized import open_checkpoint
 from toolkit.checkpoints.reader import read_index
 from toolkit.checkpoints.shape import ModelShape, linear_params, parse_shape, read_shape
-from toolkit.engines.embedded.compile import prepare
+from toolkit.engines.embedded.package import prepare
 from toolkit.engines.embedded.weights import fuse, int8_head
 from toolkit.facts.embedded import PREFILL_TOKENS, gains_from_gpu
 from toolkit.facts.gpus import GPUS

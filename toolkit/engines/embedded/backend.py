@@ -86,7 +86,6 @@ class TorchBackend:
                 weights,
                 spec,
                 max_step_tokens,
-                kv_dtype=kv_dtype,
                 kernels=out_dir / KERNELS,
                 package=out_dir / PACKAGE,
                 progress=progress,

@@ -28,15 +28,12 @@ import torch
 from toolkit.engines.embedded.kernels import (
     KernelOps,
     build_library,
-    kernel_caches,
     load_library,
     pack,
 )
 from toolkit.engines.embedded.model import Step, Weights, build, decode, mapped
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.errors import StageError
-from toolkit.facts.embedded import slot_tokens
-from toolkit.words import ComputeDtype, KvDtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoints.shape import ModelShape
     from toolkit.interfaces import EngineSpec, Progress
 
-__all__ = ["Decoder", "compile_package", "prepare", "private_cache"]
+__all__ = ["Decoder", "compile_package", "private_cache"]
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -60,7 +57,6 @@ def compile_package(
     spec: EngineSpec,
     max_step_tokens: int,
     *,
-    kv_dtype: KvDtype,
     kernels: Path,
     package: Path,
     progress: Progress,
@@ -109,23 +105,6 @@ def compile_package(
             f"AOTInductor failed:\n{tail}",
             hint="set engine.mode: eager to build without it",
         ) from exc
-
-
-def prepare(
-    shape: ModelShape,
-    tensors: dict[str, Tensor],
-    dtype: ComputeDtype,
-    slots: int,
-    max_seq_len: int,
-    max_step_tokens: int,
-    *,
-    kv_dtype: KvDtype,
-) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
-    """(packed weights, empty caches) of an engine."""
-    capacity, compute = slot_tokens(max_seq_len, max_step_tokens), getattr(torch, dtype)
-    weights = pack(build(shape, tensors, rope_tables(shape, capacity)), compute)
-    kept = torch.uint8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
-    return weights, kernel_caches(weights, slots, capacity, kept)
 
 
 class Decoder(torch.nn.Module):

@@ -532,8 +532,8 @@ using Fp8Dot = PairDot<Fp8>;
 #endif
 
 // sums [T, kVectors] = the products of T rows of activations, which lie `stride` apart, by 64 rows of
-// weights, added to what they hold if this `continues` a sum. Each pass fetches its share of the weights that come next, so that memory works all the
-// time.
+// weights, added to what they hold if this `continues` a sum. Each pass fetches its share of the
+// weights that come next, so that memory works all the time.
 template <typename D, int T, bool kAhead>
 void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, typename D::Sum* sums) {
   constexpr int64_t kPass = pass_of(T), kPasses = kVectors / kPass, kShare = D::kPanelBytes / kPasses;

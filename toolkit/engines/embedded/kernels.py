@@ -191,11 +191,15 @@ class KernelOps(Ops):
     model the calls themselves take as long as the arithmetic.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, number: Tensor | None = None) -> None:
+        """number [1, 1] int64: `layers` computes those that are held under it, whatever it is
+        given, so that a compiled package does not pass their tensors with every call.
+        """
+        self._name, self._number = name, number
         operators = getattr(torch.ops, name)
         self._linear, self._attention = operators.linear.default, operators.attention.default
-        self._layers = operators.layers.default
+        self._layers, self._held_layers = operators.layers.default, operators.held_layers.default
+        self._hold, self._let_go = operators.hold.default, operators.let_go.default
 
     def embedded(self, tokens: Tensor, weights: Weights) -> Tensor:
         if weights.embed is not None:
@@ -219,58 +223,39 @@ class KernelOps(Ops):
         caches: Sequence[tuple[Tensor, Tensor]],
         step: Step,
     ) -> Tensor:
-        tensors, numbers = _flat(layers)
-        keys, values = [keys for keys, _ in caches], [values for _, values in caches]
+        if self._number is not None:
+            places = step.slots, step.lengths, step.starts
+            return _as(hidden, self._held_layers(hidden.float(), self._number, *places))
         eps = layers[0].attention.eps
-        out = self._layers(hidden.float(), tensors, numbers, keys, values, *_where(step), eps)
+        out = self._layers(hidden.float(), *_flat(layers, caches), *_where(step), eps)
         return _as(hidden, out)
 
     def hold(self, weights: Weights, caches: Sequence[tuple[Tensor, Tensor]]) -> int:
         """Keep the layers in the library, with everything that they need, under the number that is
         returned, until `let_go`.
         """
-        tensors, numbers = _flat(weights.layers)
-        keys, values = [keys for keys, _ in caches], [values for _, values in caches]
-        tables = weights.cos, weights.sin
-        hold = getattr(torch.ops, self._name).hold.default
-        number: int = hold(tensors, numbers, keys, values, *tables, weights.eps)
+        parts = _flat(weights.layers, caches)
+        number: int = self._hold(*parts, weights.cos, weights.sin, weights.eps)
         return number
 
     def let_go(self, number: int) -> None:
-        getattr(torch.ops, self._name).let_go.default(number)
+        self._let_go(number)
 
-    def held(self, number: Tensor) -> HeldOps:
-        return HeldOps(self._name, number)
-
-
-class HeldOps(KernelOps):
-    """The same for the layers that are held under `number` [1, 1] int64, so that a compiled package
-    does not pass their tensors with every call.
-    """
-
-    def __init__(self, name: str, number: Tensor) -> None:
-        super().__init__(name)
-        self._number = number
-        self._held_layers = getattr(torch.ops, name).held_layers.default
-
-    def layers(
-        self,
-        hidden: Tensor,
-        layers: Sequence[Layer],
-        caches: Sequence[tuple[Tensor, Tensor]],
-        step: Step,
-    ) -> Tensor:
-        """Of the arguments, layers, caches and the tables of the step are not used."""
-        places = step.slots, step.lengths, step.starts
-        return _as(hidden, self._held_layers(hidden.float(), self._number, *places))
+    def held(self, number: Tensor) -> KernelOps:
+        """The same library, for the layers that are held under `number` [1, 1] int64."""
+        return KernelOps(self._name, number)
 
 
 def _as(x: Tensor, result: Tensor) -> Tensor:
     return result.to(x.dtype)
 
 
-def _flat(layers: Sequence[Layer]) -> tuple[list[Tensor], list[int]]:
-    """The tensors and numbers of layers in the order in which kernels.cpp reads them (`Reader`)."""
+def _flat(
+    layers: Sequence[Layer], caches: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[list[Tensor], list[int], list[Tensor], list[Tensor]]:
+    """The tensors and numbers of layers in the order in which kernels.cpp reads them (`Reader`),
+    then keys and values of each.
+    """
     tensors: list[Tensor] = []
     numbers: list[int] = []
     for layer in layers:
@@ -281,7 +266,7 @@ def _flat(layers: Sequence[Layer]) -> tuple[list[Tensor], list[int]]:
         exists = sum(1 << i for i, part in enumerate(parts) if part is not None)
         tensors += [part for part in parts if part is not None]
         numbers += [exists, how.heads, how.window or 0, *(linear.rows for linear in linears)]
-    return tensors, numbers
+    return tensors, numbers, [keys for keys, _ in caches], [values for _, values in caches]
 
 
 def _tensors(linear: Linear) -> tuple[Tensor | None, ...]:

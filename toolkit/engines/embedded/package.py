@@ -20,19 +20,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.engines.embedded.compile import Decoder, prepare
+from toolkit.engines.embedded.compile import Decoder
 from toolkit.engines.embedded.directory import KERNELS, PACKAGE, WEIGHTS, EngineDirectory
 from toolkit.engines.embedded.engine import EmbeddedEngine
-from toolkit.engines.embedded.kernels import caches_by_position, load_library
+from toolkit.engines.embedded.kernels import (
+    caches_by_position,
+    kernel_caches,
+    load_library,
+    pack,
+)
+from toolkit.engines.embedded.model import Weights, build
+from toolkit.engines.embedded.rope import rope_tables
 from toolkit.engines.embedded.weights import load_weights
 from toolkit.errors import StageError
 from toolkit.facts.embedded import slot_tokens
 from toolkit.interfaces import Burst, Chain, Sampling, StepEngine
+from toolkit.words import ComputeDtype, KvDtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PackagedEngine", "load_package"]
+    from toolkit.checkpoints.shape import ModelShape
+
+__all__ = ["PackagedEngine", "load_package", "prepare"]
 
 _NONE = torch.empty(0)  # in place of a race
 _NO_UNIFORMS = torch.empty(0, dtype=torch.float64)
@@ -163,6 +173,23 @@ def load_package(directory: EngineDirectory) -> PackagedEngine:
         capacity=slot_tokens(directory.max_seq_len, directory.max_step_tokens),
         caches=caches_by_position(caches),
     )
+
+
+def prepare(
+    shape: ModelShape,
+    tensors: dict[str, Tensor],
+    dtype: ComputeDtype,
+    slots: int,
+    max_seq_len: int,
+    max_step_tokens: int,
+    *,
+    kv_dtype: KvDtype,
+) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
+    """(packed weights, empty caches) of an engine."""
+    capacity, compute = slot_tokens(max_seq_len, max_step_tokens), getattr(torch, dtype)
+    weights = pack(build(shape, tensors, rope_tables(shape, capacity)), compute)
+    kept = torch.uint8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+    return weights, kernel_caches(weights, slots, capacity, kept)
 
 
 def _bind(file: Path, package: Any, buffers: dict[str, Tensor]) -> None:
