@@ -43,14 +43,15 @@ from toolkit.pipeline.toolchain import compiler_path, instruction_set
 MakeEngine = Callable[..., EmbeddedEngine]
 
 
-# The processors for which the library is compiled here: a vector of AVX2 is half as wide, and it
-# multiplies neither bytes nor BF16 numbers.
-PROCESSORS = {NATIVE: None, "x86-64-v3": "avx2"}
+# The processors for which the library is compiled here, and what this one needs for each: without
+# AMX vectors multiply all; one of AVX2 is half as wide, and multiplies neither bytes nor BF16
+# numbers.
+PROCESSORS = {NATIVE: None, "native -mno-amx-int8": "amx_int8", "x86-64-v3": "avx2"}
 
 
 @pytest.fixture(scope="session", params=PROCESSORS)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelOps:
-    """The library for this machine, and as it would be on one without AVX-512."""
+    """The library for this machine, and as it would be on one without AMX, and without AVX-512."""
     if compiler_path() is None:
         pytest.skip("no C++ compiler")
     if PROCESSORS[request.param] not in (None, *instruction_set()):
@@ -91,7 +92,7 @@ def test_linear_equals_torch(kernels: KernelOps, kind: str, rows: int, columns: 
     1e-5 of their size.
     """
     linear = random_linear(kind, rows, columns)
-    x = torch.randn(11, columns, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(37, columns, generator=torch.Generator().manual_seed(1))
     ours, plain = kernels.linear(x, packed(kind, linear)), TorchOps().linear(x, linear)
     assert torch.allclose(
         ours, plain, rtol=1e-6 if kind == "w8a8" else 1e-5, atol=1e-5 * float(plain.abs().max())
@@ -107,7 +108,7 @@ def test_activations_keep_sixteen_bits(
     its own eighth bit for BF16. Float sums add 1e-5 of their size.
     """
     linear = random_linear(kind, rows, columns)
-    x = torch.randn(11, columns, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(37, columns, generator=torch.Generator().manual_seed(1))
     x[3] *= 1e-20
     x[5] = 0
     x[7, 0] = 1e4
@@ -125,7 +126,7 @@ def test_linear_gives_the_same_bits_for_any_number_of_tokens(kernels: KernelOps,
     linear = packed(kind, random_linear(kind, 200, 300))
     x = torch.randn(69, 300, generator=torch.Generator().manual_seed(2))
     whole = kernels.linear(x, linear)
-    for count in (*range(1, 14), 64):
+    for count in (*range(1, 18), 32, 33, 64):
         assert torch.equal(kernels.linear(x[:count], linear), whole[:count]), count
 
 

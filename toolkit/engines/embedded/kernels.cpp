@@ -8,7 +8,7 @@
 // Weights are packed in blocks of 64 rows, [blocks, k, 64], or, for products of groups of codes or
 // of BF16 numbers, [blocks, k/4, 64, 4] and [blocks, k/2, 64, 2]: so one pass over memory, from
 // front to back, feeds vectors of rows. GCC compiles its vector types to the instructions that the
-// machine has; VNNI and the BF16 product are used if the machine has them.
+// machine has; VNNI, the BF16 product and AMX are used if the machine has them.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -32,6 +32,15 @@
 
 #ifdef __AVX__
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define TOOLKIT_BF16
+#endif
+#if defined(TOOLKIT_BF16) && defined(__AVX512VNNI__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
+#define TOOLKIT_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -457,7 +466,7 @@ struct CodeDot {
 };
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#ifdef TOOLKIT_BF16
 // Two BF16 numbers by two others.
 struct Bf16Dot {
   using Sum = Floats;
@@ -499,7 +508,7 @@ struct Fp8Dot : Bf16Dot {
     auto table = [](const uint8_t* bytes) { return load<__m512i>(bytes); };
     const Fp8AsBf16& as = kFp8AsBf16;
     for (int64_t i = 0; i < steps * kStepBytes; i += 64) {
-      __builtin_prefetch(w + i + kAheadBytes);
+      __builtin_prefetch(w + i + 2 * kAheadBytes, 0, 2);
       __m512i code = load<__m512i>(w + i), sign = _mm512_and_si512(code, _mm512_set1_epi8(-128));
       __m512i low = _mm512_permutex2var_epi8(table(as.low), code, table(as.low + 64));
       __m512i high = _mm512_or_si512(_mm512_permutex2var_epi8(table(as.high), code, table(as.high + 64)), sign);
@@ -624,15 +633,163 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
   });
 }
 
-// dot_linear of m tokens, each of which is a row of activations, and finish.
+// ---- linear by AMX ------------------------------------------------------------------------------
+
+// A unit of its own (AMX) multiplies 16 rows of activations by 16 rows of weights, 64 bytes deep, in
+// the time that these weights take to come from the second cache. So sixteen tokens cost little more
+// than one. What it multiplies lies in registers of 1 KiB, and the weights lie in memory as it wants
+// them: 16 steps of a vector of rows are a register. Here a tile is of 16 tokens.
+constexpr int64_t kAmxRows = 16, kAmxSteps = 16;
+
+// What the last tile lacks, which is read: as much of anything has to lie behind the activations.
+constexpr int64_t kRowsBehind = kAmxRows - 1;
+
+#ifdef TOOLKIT_AMX
+// Linux gives the registers to a process that asks for them: ARCH_REQ_XCOMP_PERM for XTILEDATA
+// (Documentation/arch/x86/xstate.rst of Linux).
+bool may_use_amx() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return may;
+}
+
+// Products of codes are exact, so either unit may compute them: up to six rows from the second cache
+// are faster by vectors. Those of BF16 numbers are rounded, so one unit has to compute all of them.
+template <typename D>
+constexpr bool kHasAmx = std::is_same_v<D, CodeDot> || std::is_base_of_v<Bf16Dot, D>;
+constexpr int64_t kCachedBytes = 1 << 20, kVectorRows = 6;
+
+template <typename D>
+bool is_for_amx(int64_t rows, int64_t weight_bytes) {
+  bool is_slower = std::is_same_v<D, CodeDot> && rows <= (weight_bytes > kCachedBytes ? 1 : kVectorRows);
+  return !is_slower && may_use_amx();
+}
+
+// The shapes of the registers, until the end of the block. Registers 0 to 3 are the sums of the four
+// vectors of rows, 4 activations, 5 weights; 6 and 7 are those of what remains behind whole ones.
+class AmxShapes {
+ public:
+  AmxShapes(int64_t tokens, int64_t remaining_steps) {
+    for (int sums = 0; sums < 4; ++sums) set(sums, tokens, kAmxSteps);
+    set(4, tokens, kAmxSteps), set(5, kAmxSteps, kAmxSteps);
+    if (remaining_steps) set(6, tokens, remaining_steps), set(7, remaining_steps, kAmxSteps);
+    asm volatile("ldtilecfg %0" ::"m"(memory_));
+  }
+  ~AmxShapes() { asm volatile("tilerelease"); }
+  AmxShapes(const AmxShapes&) = delete;
+  AmxShapes& operator=(const AmxShapes&) = delete;
+
+ private:
+  void set(int which, int64_t rows, int64_t columns) {
+    memory_.rows[which] = static_cast<uint8_t>(rows);
+    memory_.row_bytes[which] = static_cast<uint16_t>(columns * 4);
+  }
+
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } memory_;
+};
+
+// The compiler's intrinsics take the numbers of registers only as they are written.
+template <int kRegister>
+void amx_load(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kRegister) : "memory");
+}
+template <int kRegister>
+void amx_store(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kRegister) : "memory");
+}
+template <typename D, int kSums, int kX, int kWeights>
+void amx_add() {
+  if constexpr (std::is_same_v<D, CodeDot>) {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kX), "i"(kWeights));
+  } else {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kX), "i"(kWeights));
+  }
+}
+
+// What comes next from memory, of which each product prefetches so many bytes.
+struct Ahead {
+  const char* next;
+  int64_t bytes;
+};
+
+// dot_tile of as many tokens as the registers have.
+template <typename D>
+void amx_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, Ahead ahead, typename D::Sum* sums) {
+  constexpr int64_t kBytes = kAmxSteps * D::kPanelBytes, kSumStride = kVectors * sizeof(*sums);
+  auto each_vector = [](auto f) {
+    f(std::integral_constant<int, 0>()), f(std::integral_constant<int, 1>());
+    f(std::integral_constant<int, 2>()), f(std::integral_constant<int, 3>());
+  };
+  auto add = [&]<int kX, int kWeights>(std::integer_sequence<int, kX, kWeights>) {
+    amx_load<kX>(x, stride * sizeof(*x));
+    each_vector([&](auto j) {
+      prefetch(ahead.next, ahead.bytes);
+      ahead.next += ahead.bytes;
+      amx_load<kWeights>(panel + j * kLanes * 4, D::kPanelBytes);
+      amx_add<D, j, kX, kWeights>();
+    });
+  };
+  each_vector([&](auto j) {
+    if (continues) return amx_load<j>(sums + j, kSumStride);
+    asm volatile("tilezero %%tmm%c0" ::"i"(j.value));
+  });
+  for (int64_t i = 0; i < steps / kAmxSteps; ++i, x += kAmxSteps, panel += kBytes) add(std::integer_sequence<int, 4, 5>());
+  if (steps % kAmxSteps) add(std::integer_sequence<int, 6, 7>());
+  each_vector([&](auto j) { amx_store<j>(sums + j, kSumStride); });
+}
+
+// dot_linear by AMX.
+template <typename D, typename F>
+void amx_linear(const typename D::Group* x, int64_t rows, int64_t steps, const void* weights, int64_t blocks, const F& finish) {
+  constexpr bool kConverts = D::kPanelBytes != D::kStepBytes;
+  int64_t tiles = (rows + kAmxRows - 1) / kAmxRows;
+  int64_t portion = tiles == 1 && !kConverts ? steps : kPanelSteps;
+  parallel(blocks, kBlock * steps * tiles, [&](int64_t begin, int64_t end) {
+    Scratch<typename D::Sum> sums(tiles * kAmxRows * kVectors);
+    Scratch<char> scratch(kConverts ? kPanelSteps * D::kPanelBytes : 0);
+    AmxShapes shapes(std::min(rows, kAmxRows), steps % kAmxSteps);
+    for (int64_t b = begin; b < end; ++b) {
+      for (int64_t s = 0; s < steps; s += portion) {
+        int64_t count = std::min(portion, steps - s), products = (count + kAmxSteps - 1) / kAmxSteps * kVectors;
+        const char* from = static_cast<const char*>(weights) + (b * steps + s) * D::kStepBytes;
+        const char* panel = D::panel(from, count, scratch);
+        for (int64_t t = 0; t < tiles; ++t) {
+          // Of the lines that a product of the next panel reads, each tile prefetches its share.
+          int64_t lines = kConverts ? 0 : kAmxSteps, first = lines * t / tiles;
+          Ahead ahead{from + (tiles == 1 ? kAheadBytes : count * D::kStepBytes) + products * first * 64, (lines * (t + 1) / tiles - first) * 64};
+          amx_tile<D>(x + s + t * kAmxRows * steps, steps, panel, count, s > 0, ahead, sums + t * kAmxRows * kVectors);
+        }
+      }
+      finish(b * kBlock, static_cast<const typename D::Sum*>(sums));
+    }
+  });
+}
+#endif
+
+// ---- linear by either ---------------------------------------------------------------------------
+
+// dot_linear by the unit that is the faster one.
+template <typename D, typename F>
+void linear_products(const typename D::Group* x, int64_t rows, int64_t steps, const void* weights, int64_t blocks, const F& finish) {
+#ifdef TOOLKIT_AMX
+  if constexpr (kHasAmx<D>)
+    if (is_for_amx<D>(rows, blocks * steps * D::kStepBytes)) return amx_linear<D>(x, rows, steps, weights, blocks, finish);
+#endif
+  dot_linear<D>(x, rows, steps, weights, blocks, finish);
+}
+
+// The products of m tokens, each of which is a row of activations, and finish.
 template <typename D>
 void project_rows(const typename D::Group* x, int64_t m, int64_t steps, const Tensor& weight, const Finish& finish) {
-  dot_linear<D>(x, m, steps, weight.const_data_ptr(), weight.size(0), [&](int64_t first, const Floats* sums) {
+  linear_products<D>(x, m, steps, weight.const_data_ptr(), weight.size(0), [&](int64_t first, const Floats* sums) {
     finish(first, m, [=](int64_t t, int64_t j) { return sums[t * kVectors + j]; });
   });
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#ifdef TOOLKIT_BF16
 // Rows of `steps` pairs of the nearest BF16 numbers, k numbers in use; with a scale, of x / scale
 // rounded to E4M3.
 void store_floats(const float* x, int64_t m, int64_t k, const float* fp8_scale, int64_t steps, uint32_t* rows) {
@@ -674,7 +831,7 @@ template <typename D>
 void project_pairs(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
   int64_t steps = linear.weight.size(1), groups = steps * D::kParts;
   TORCH_CHECK(steps == (k + 1) / 2, "linear: weight does not fit the input");
-  Scratch<typename D::Group> rows(m * groups);
+  Scratch<typename D::Group> rows((m + kRowsBehind) * groups);
   store_floats(x, m, k, linear.input_scale ? &finish.factor : nullptr, groups, static_cast<typename D::Group*>(rows));
   project_rows<D>(rows, m, steps, linear.weight, finish);
 }
@@ -751,7 +908,7 @@ float store_codes(const float* x, int64_t k, const Linear& linear, float input_s
 void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& of_call) {
   int64_t steps = linear.weight.size(1), groups = steps * CodeDot::kParts, planes = linear.input_scale ? 1 : 2;
   TORCH_CHECK(steps == (k + 3) / 4, "linear: weight does not fit the input");
-  Scratch<CodeDot::Group> rows(m * planes * groups);
+  Scratch<CodeDot::Group> rows((m * planes + kRowsBehind) * groups);
   Scratch<float> scales(m);
   parallel(m, k, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) scales[t] = store_codes(x + t * k, k, linear, of_call.factor, groups, rows + t * planes * groups);
@@ -759,7 +916,7 @@ void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, c
   Finish finish = of_call;
   finish.factors = scales;
   const int32_t* start = linear.start;
-  dot_linear<CodeDot>(rows, m * planes, steps, linear.weight.const_data_ptr(), linear.weight.size(0), [&](int64_t first, const Ints* sums) {
+  linear_products<CodeDot>(rows, m * planes, steps, linear.weight.const_data_ptr(), linear.weight.size(0), [&](int64_t first, const Ints* sums) {
     finish(first, m, [=](int64_t t, int64_t j) {
       const Ints* sum = sums + t * planes * kVectors + j;
       Floats v = __builtin_convertvector(*sum + load<Ints>(start + first + j * kLanes), Floats);

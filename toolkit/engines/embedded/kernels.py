@@ -55,7 +55,7 @@ FLAGS = (
     "-fPIC",
     "-shared",
 )
-NATIVE = "native"  # the processor for which the library is compiled: GCC's -march
+NATIVE = "native"  # the processor for which the library is compiled: GCC's -march, and options
 LANES = 16
 LINE_BYTES = 64  # of a cache
 SMALL_BYTES = 32 << 20  # of packed weights that are put side by side
@@ -118,7 +118,7 @@ def _compiled_once(name: str, march: str) -> Path:
     command = [
         compiler,
         *FLAGS,
-        f"-march={march}",
+        *f"-march={march}".split(),
         f"-DTOOLKIT_NAMESPACE={name}",
         "-x",
         "c++",
