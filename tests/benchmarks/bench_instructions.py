@@ -1,11 +1,11 @@
 """What does a processor without AMX lose, and one without AVX-512? Steps of 1, 5 and 16 tokens over
 kernels compiled for this processor and for lesser ones, and in plain torch.
 
-Layers of the 250M shape of bench_kernels, every precision, batch 1, behind 32 tokens: 16 are as many
-as four requests with three drafts each have. The model runs over the kernels step by step, without
-AOTInductor, so that all ways differ in nothing else. torch itself uses what the processor has, which
-flatters the eager engine beside AVX2. Printed are medians, in brackets the fastest. Good: 5 tokens
-cost less than 2 x 1 token in every precision, and the kernels are faster than eager.
+Layers of the 250M shape of bench_kernels, every precision, batch 1, behind 32 tokens: 16 are as
+many as four requests with three drafts each have. The model runs over the kernels step by step,
+without AOTInductor, so that all ways differ in nothing else. torch itself uses what the processor
+has, which flatters the eager engine beside AVX2. Printed are medians, in brackets the fastest.
+Good: 5 tokens cost less than 2 x 1 token in every precision, and the kernels are faster than eager.
 
     python -m tests.benchmarks.bench_instructions [--threads N] [--rounds N] [--layers N]
 """

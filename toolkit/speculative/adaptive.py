@@ -50,12 +50,19 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # Of the speed of one row; below it, lengths stay as they are. To end the drafts of a row has to
 # gain more, since nothing is learned then, and it takes a while until they come back.
 SWITCH_GAIN, END_GAIN = 0.015, 0.02
+# Of the speed of a batch, that drafts have to promise before it begins to draft. What they cost is
+# known to a few percent, and the draft has to read each text first.
+BATCH_GAIN = 0.03
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
-# A request that ends is often followed by another, and then nothing has changed: so many steps.
-AWAIT_STEPS = 3
+# A request that ends is often followed by another, and then nothing has changed: so many steps. A
+# batch that does not draft begins anew with few rows, which would draft in vain: then more steps.
+AWAIT_STEPS, AWAIT_STEPS_PLAIN = 3, 16
+# Requests often come together. While more and more of them join, those that do decode plainly: so
+# many steps.
+JOINING_STEPS = 3
 # While no estimate has moved by so much, a decision stands, so many times.
 CHANCE_THAT_MATTERS, MOST_CONFIRMATIONS = 0.02, 4
 PROBE_TOKENS = 12  # that one probe compares, at most
@@ -172,6 +179,8 @@ class Controller:
     _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
     _steps_until_decision: int = 0
     _steps_at_lower_load: int = 0
+    _steps_since_more: int = 0  # rows than in the step before
+    _last_rows: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most.
@@ -320,8 +329,12 @@ class Controller:
         more = rows - self._rows
         self._steps_at_lower_load = self._steps_at_lower_load + 1 if more < 0 else 0
         is_same_load = abs(more) <= ROWS_THAT_MATTER * self._rows
-        is_awaited = 0 < self._steps_at_lower_load <= AWAIT_STEPS
-        return self._steps_until_decision > 0 and (is_same_load or is_awaited)
+        awaited = AWAIT_STEPS if self._deepest else AWAIT_STEPS_PLAIN
+        is_awaited = 0 < self._steps_at_lower_load <= awaited
+        self._steps_since_more = 0 if rows > self._last_rows else self._steps_since_more + 1
+        self._last_rows = rows
+        is_growing = more > 0 and rows > 1 and self._steps_since_more < JOINING_STEPS
+        return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:
         """Whether a probe can be due in this step. Only then rows have to be looked at. It may
@@ -360,15 +373,16 @@ class Controller:
             default=DECIDE_EVERY_IDLE_STEPS,
         )
 
-    def join(self, state: Adaptation) -> None:
+    def join(self, state: Adaptation, rows: int) -> None:
         """Give a request that joins a running batch the drafts that the last decision would have
-        taken. The next one is for all.
+        taken, or none if the batch grows. The next one is for all. rows: with this one.
         """
         state.chance = state.acceptance
         length, worth = 0, self.trust * state.chance
-        while length < self._deepest and worth >= self._least_worth:
+        is_growing = rows > (1.0 + ROWS_THAT_MATTER) * self._rows
+        while length < self._deepest and worth >= self._least_worth and not is_growing:
             length, worth = length + 1, worth * state.chance
-        self._set(state, length, self._why_not, self._rows)
+        self._set(state, length, "load" if is_growing else self._why_not, self._rows)
         self._steps_until_probe = min(self._steps_until_probe, state.probe_after)
 
     def choose(
@@ -447,6 +461,8 @@ class Controller:
         ]
         rows = len(states) + len(fixed)
         gain = (SWITCH_GAIN + END_GAIN * len(ending)) / rows
+        if rows > 1 and not any(best.draft_lens) and not any(fixed):
+            gain = 0.0
         is_worth_it = best.tokens_per_ns >= kept_speed * (1.0 + gain)
         wanted_ends = self._wants_ends
         self._wants_ends = is_worth_it and not all(state.is_doubtful for state in ending)
@@ -535,12 +551,14 @@ class Controller:
             for depth in range(1, longest_here + 1)
         ]
         worth.sort(key=lambda draft: (-draft[0], draft[2]))
-        figures = self._figures(len(alphas) + len(fixed), max(longest, *fixed, 1))
+        rows = len(alphas) + len(fixed)
+        least_speed = best.tokens_per_ns * _least_gain(rows, fixed)
+        figures = self._figures(rows, max(longest, *fixed, 1))
         # One row alone goes through its lengths in any case.
         for deepest in range(1 if len(alphas) > 1 else longest, longest + 1):
             drafts = [draft for draft in worth if draft[2] <= deepest]
             count, speed = _best_beginning(drafts, deepest, fixed, *figures)
-            if speed > best.tokens_per_ns:
+            if speed > max(best.tokens_per_ns, least_speed):
                 best = _Plan([0] * len(alphas), speed)
                 for _, row, depth in drafts[:count]:
                     best.draft_lens[row] = depth
@@ -559,13 +577,13 @@ class Controller:
         """Whether some draft length would pay, if all of so many rows had this acceptance."""
         if fixed:
             alphas = [alpha] * rows
-            plain = self._speed(alphas, [0] * rows, fixed)
+            least = self._speed(alphas, [0] * rows, fixed) * _least_gain(rows + len(fixed), fixed)
             return any(
-                self._speed(alphas, [length] * rows, fixed) > plain
+                self._speed(alphas, [length] * rows, fixed) > least
                 for length in range(1, longest + 1)
             )
         step_ns, trust = self.costs.step_ns, self.trust
-        plain_ns = step_ns(rows, 1.0)
+        plain_ns = step_ns(rows, 1.0) / _least_gain(rows, ())
         drafting_ns, tokens, worth = 0.0, 1.0, trust
         for length in range(1, longest + 1):
             worth *= alpha
@@ -617,6 +635,11 @@ def _best_beginning(
         if tokens > best_speed * ns:
             best, best_speed = index + 1, tokens / ns
     return best, best_speed
+
+
+def _least_gain(rows: int, fixed: Sequence[int]) -> float:
+    """The speed with drafts over that without, from which on so many rows begin to draft."""
+    return 1.0 if rows == 1 or any(fixed) else 1.0 + BATCH_GAIN
 
 
 def _probe_share(rows: int) -> float:

@@ -354,9 +354,9 @@ class SpeculativeRuntime:
             sequence.tally.first_scheduled_ns = now
             self._place(sequence)
         if self._running and self._adaptive is not None:
-            for sequence in self._prefilling:
+            for rows, sequence in enumerate(self._prefilling, len(self._running) + 1):
                 if sequence.adaptation is not None and sequence.adaptation.draft_len is None:
-                    self._adaptive.join(sequence.adaptation)
+                    self._adaptive.join(sequence.adaptation, rows)
         else:
             self._choose_draft_lens(self._prefilling)
 
