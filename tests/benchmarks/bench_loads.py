@@ -13,7 +13,7 @@ each load. With configs/quickstart-vllm-int8.yaml as well it is the table agains
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
 the highest load has, under the name loads-NAME; another build of the same takes a second. The
 quickstart streams a chunk per step; `--set triton.stream_interval_ms=10` is what servers do by
-default. `--set speculation.adaptive.enabled=true` lets draft lengths follow acceptance and load.
+default. `--set speculation.adaptive.enabled=false` lets every request draft as much at any load.
 """
 
 from __future__ import annotations

@@ -238,6 +238,7 @@ def test_a_container_whose_packages_are_not_seen_is_recognised(
     ("lacking", "said"),
     [
         ((), "avx2 avx512f"),
+        (("amx_bf16",), "no AMX: sixteen"),
         (("avx512_bf16",), "no BF16 products"),
         (("avx512vbmi",), "no BF16 products"),
         (("avx512_vnni", "avx512_bf16"), "no VNNI"),
@@ -245,7 +246,7 @@ def test_a_container_whose_packages_are_not_seen_is_recognised(
     ],
 )
 def test_what_a_processor_lacks_is_said_with_its_cost(lacking: tuple[str, ...], said: str) -> None:
-    every = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512vbmi"}
+    every = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512vbmi", "amx_int8", "amx_bf16"}
     diagnosis = doctor._instruction_set("x86_64", frozenset(every - {*lacking}), "avx2 avx512f")
     assert diagnosis.status == "ok"
     assert said in diagnosis.detail
