@@ -23,7 +23,7 @@ from tests.support.runtimes import (
 )
 from tests.support.step_engines import BurstingTableEngine, TableEngine
 from toolkit.interfaces import GenerationRequest, TokenEvent
-from toolkit.speculative.adaptive import AdaptiveSettings, Controller
+from toolkit.speculative.adaptive import PROBED_ROWS, AdaptiveSettings, Controller
 from toolkit.speculative.bursts import MAX_STEPS
 from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
@@ -323,6 +323,18 @@ def test_the_first_probe_of_a_request_reads_its_prompt() -> None:
     assert probe_tokens > len(prompt)
     assert outcome.stats.draft_probes == 1
     assert outcome.stats.accepted == outcome.stats.drafted > 0
+
+
+def test_a_probe_of_a_batch_looks_at_some_of_its_rows() -> None:
+    """A draft that has read none of the texts would read all of them at once."""
+    draft = engine(99, max_step_tokens=64, max_batch_size=MAX_ROWS)
+    runtime = adaptive(engine(1, max_step_tokens=64, max_batch_size=MAX_ROWS), draft)
+    assert runtime._adaptive is not None
+    runtime._adaptive.expected_acceptance = 0.01
+    outcomes = serve(runtime, requests_of(MAX_ROWS, 200))
+    assert all(outcome.stats.drafted == 0 for outcome in outcomes)
+    assert sum(outcome.stats.draft_probes for outcome in outcomes) > PROBED_ROWS
+    assert max(rows for rows, _ in draft.forwards) == PROBED_ROWS < MAX_ROWS
 
 
 def test_requests_with_a_length_of_their_own_save_nothing_for_probes() -> None:

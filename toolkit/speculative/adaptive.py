@@ -36,7 +36,7 @@ from typing import Protocol
 
 from toolkit.words import DraftLenReason
 
-__all__ = ["PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Costs"]
+__all__ = ["PROBED_ROWS", "PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Costs"]
 
 # Before the first request has finished. Drafts of pairs that are worth serving do about as well.
 FIRST_ACCEPTANCE = 0.7
@@ -71,7 +71,10 @@ PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while 
 # Of the time of plain decoding, at most: of a request alone, and of a batch, where each also learns
 # from what the others showed.
 PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.005
-PURSE_PROBES = 1.25  # of all rows, that are saved up for at most: what one costs keeps changing
+# That are probed at a time: each also learns from what the others showed, and a draft that has not
+# read a prompt yet reads all of it.
+PROBED_ROWS = 4
+PURSE_PROBES = 1.25  # of so many, that are saved up for at most: what one costs keeps changing
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
@@ -493,7 +496,7 @@ class Controller:
         self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision = self._decide_every
         self._income_ns = _probe_share(self._rows) * self.costs.step_ns(self._rows, 1)
-        self._purse_ns = PURSE_PROBES * self.costs.probe_ns(self._rows)
+        self._purse_ns = PURSE_PROBES * self.costs.probe_ns(min(self._rows, PROBED_ROWS))
         self.await_probes(states)
 
     def _pooled(self, states: Sequence[Adaptation]) -> list[float]:

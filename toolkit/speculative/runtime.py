@@ -42,7 +42,13 @@ from toolkit.interfaces import (
     TokenEvent,
 )
 from toolkit.speculative.acceptance import RULES, BurstingRule, RuleFactory, choose_rule, match
-from toolkit.speculative.adaptive import PROBE_TOKENS, Adaptation, AdaptiveSettings, Controller
+from toolkit.speculative.adaptive import (
+    PROBE_TOKENS,
+    PROBED_ROWS,
+    Adaptation,
+    AdaptiveSettings,
+    Controller,
+)
 from toolkit.speculative.bursts import MAX_NS, Bursts, BurstStep
 from toolkit.speculative.cost_timer import measured_costs
 from toolkit.speculative.costs import StepCosts
@@ -794,11 +800,12 @@ class SpeculativeRuntime:
         if not any(map(controller.is_probe_due, states)):
             controller.await_probes(states)
             return
-        due = [
+        soon = [
             (row, row.adaptation)
             for row in rows
             if row.adapts and row.adaptation is not None and controller.is_due_soon(row.adaptation)
         ]
+        due = sorted(soon, key=lambda pair: -pair[1].plain_tokens)[:PROBED_ROWS]
         start = self._clock()
         probed = [row for row, _ in due]
         try:
