@@ -450,7 +450,8 @@ class Controller:
     ) -> _Plan:
         """The best lengths, or the present ones if that gains too little. The drafts of a row end
         when a second decision in a row wants it: a few hard words may have been the reason for the
-        first, and what ends is not seen any more. A doubtful row has shown enough.
+        first, and what ends is not seen any more. A doubtful row has shown enough. A batch goes
+        back to plain decoding as soon as that is no slower.
         """
         present = [
             new if state.draft_len is None else min(state.draft_len, most)
