@@ -5,6 +5,9 @@ many others take part.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +131,66 @@ def test_linear_gives_the_same_bits_for_any_number_of_tokens(kernels: KernelOps,
     whole = kernels.linear(x, linear)
     for count in (*range(1, 18), 32, 33, 64):
         assert torch.equal(kernels.linear(x[:count], linear), whole[:count]), count
+
+
+REFUSES_AMX = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdarg.h>
+long syscall(long number, ...) {
+  va_list rest;
+  va_start(rest, number);
+  long a[6];
+  for (int i = 0; i < 6; ++i) a[i] = va_arg(rest, long);
+  va_end(rest);
+  if (number == 158 && a[0] == 0x1023) { errno = EPERM; return -1; }
+  long (*real)(long, ...) = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+  return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+LINEARS = """
+import sys, torch
+from pathlib import Path
+from tests.engines.test_kernels import KINDS, amx_inputs, packed, random_linear
+from toolkit.engines.embedded.kernels import load_library
+ops = load_library(Path(sys.argv[1]), sys.argv[2])
+linears = [packed(kind, random_linear(kind, 200, 300)) for kind in KINDS]
+torch.save([ops.linear(amx_inputs(), linear) for linear in linears], sys.argv[3])
+"""
+
+
+def amx_inputs() -> torch.Tensor:
+    return torch.randn(37, 300, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.skipif("amx_int8" not in instruction_set(), reason="this processor has no AMX")
+def test_where_linux_refuses_the_registers_of_amx_vectors_compute_everything(
+    tmp_path: Path,
+) -> None:
+    """Then a build for this processor has the bits of one without AMX."""
+    if compiler_path() is None:
+        pytest.skip("no C++ compiler")
+    native, without, shim = (tmp_path / name for name in ("native.so", "without.so", "shim.so"))
+    name = build_library(native)
+    ops = load_library(without, build_library(without, "native -mno-amx-int8"))
+    (tmp_path / "shim.c").write_text(REFUSES_AMX)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c", "-ldl"], check=True)
+    outcomes = {}
+    for preloaded in ("", str(shim)):
+        out = tmp_path / f"{bool(preloaded)}.pt"
+        subprocess.run(
+            [sys.executable, "-c", LINEARS, native, name, out],
+            env={**os.environ, "LD_PRELOAD": preloaded},
+            cwd=Path(__file__).parents[2],
+            check=True,
+        )
+        outcomes[bool(preloaded)] = torch.load(out)
+    for index, kind in enumerate(KINDS):
+        vectors = ops.linear(amx_inputs(), packed(kind, random_linear(kind, 200, 300)))
+        assert torch.equal(outcomes[True][index], vectors), kind
+    by_amx, by_vectors = (outcomes[refused][KINDS.index("fp8")] for refused in (False, True))
+    assert not torch.equal(by_amx, by_vectors)  # so the registers were refused
 
 
 @pytest.mark.parametrize("input_scale", [None, torch.tensor(1.0)])

@@ -166,13 +166,13 @@ class AdaptiveConfig(Section):
 
     enabled: bool = True
     """False: the section has no effect."""
-    window_tokens: Annotated[int, Field(ge=8)] = 32
+    window_tokens: Annotated[int, Field(ge=8, le=65536)] = 32
     """About how many of its last draft tokens decide a request's length."""
-    window_requests: Count = 16
+    window_requests: Annotated[int, Field(ge=1, le=65536)] = 16
     """Over how many finished requests acceptance is averaged."""
     min_acceptance_length: Annotated[float, Field(ge=1.0)] | None = None
     """Tokens per step, the target's own included, below which nothing is drafted."""
-    probe_every_tokens: Annotated[int, Field(ge=8)] = 16
+    probe_every_tokens: Annotated[int, Field(ge=8, le=65536)] = 16
     """Output tokens without drafts after which it is asked whether they would pay."""
 
 

@@ -39,7 +39,7 @@ __all__ = [
 
 # What `adaptive` becomes, by how drafting follows the text.
 ADAPTING = {
-    "requests": " at most, chosen per request while it runs",
+    "requests": ", chosen per request while it runs",
     "stop": ", until drafting stops for good",
 }
 
@@ -241,11 +241,7 @@ def _summary(subject: Subject) -> dict[str, str]:
         f"{engine.max_batch_size} requests, prompts to {engine.max_input_len}, {engine.max_seq_len}"
         " tokens with output"
     )
-    kind, tuned = config.speculation.kind, config.speculation.max_draft_len == "auto"
-    length = f"{subject.draft_len} tokens a step" + (" at most, to be measured" if tuned else "")
-    if config.speculation.adapts is not None and config.capabilities.adaptive is not None:
-        length += ADAPTING[config.capabilities.adaptive]
-    summary["speculation"] = f"{kind}, {length}" if subject.speculates else "none"
+    summary["speculation"] = _speculation(config, subject)
     summary["hardware"] = (
         f"{subject.gpu_count} x {subject.gpu.name}"
         if subject.gpu is not None
@@ -257,6 +253,22 @@ def _summary(subject: Subject) -> dict[str, str]:
     if config.validation.load is not None:
         summary["open loop"] = _open_loop(config, config.validation.load)
     return summary
+
+
+def _speculation(config: DeploymentConfig, subject: Subject) -> str:
+    """What drafts, how much, and what shortens it."""
+    speculation = config.speculation
+    if not subject.speculates:
+        return "none"
+    adapting = None if speculation.adapts is None else config.capabilities.adaptive
+    fewer = [f"{n} from {load} requests on" for load, n in speculation.draft_len_by_load.items()]
+    text = f"{speculation.kind}, {subject.draft_len} tokens a step"
+    if speculation.max_draft_len == "auto":
+        text += " at most, to be measured"
+    elif adapting == "requests" or fewer[1:]:
+        text += " at most"
+    text += "".join(f", {part}" for part in fewer[1:])
+    return text + (ADAPTING[adapting] if adapting is not None else "")
 
 
 def _open_loop(config: DeploymentConfig, limits: LoadGates) -> str:

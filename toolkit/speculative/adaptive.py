@@ -465,7 +465,7 @@ class Controller:
         ]
         rows = len(states) + len(fixed)
         gain = (SWITCH_GAIN + END_GAIN * len(ending)) / rows
-        if rows > 1 and not any(best.draft_lens) and not any(fixed):
+        if _begins_plainly(rows, fixed) and not any(best.draft_lens):
             gain = 0.0
         is_worth_it = best.tokens_per_ns >= kept_speed * (1.0 + gain)
         wanted_ends = self._wants_ends
@@ -641,9 +641,14 @@ def _best_beginning(
     return best, best_speed
 
 
+def _begins_plainly(rows: int, fixed: Sequence[int]) -> bool:
+    """Whether it is a batch none of whose rows drafts in any case."""
+    return rows > 1 and not any(fixed)
+
+
 def _least_gain(rows: int, fixed: Sequence[int]) -> float:
     """The speed with drafts over that without, from which on so many rows begin to draft."""
-    return 1.0 if rows == 1 or any(fixed) else 1.0 + BATCH_GAIN
+    return 1.0 + BATCH_GAIN if _begins_plainly(rows, fixed) else 1.0
 
 
 def _probe_share(rows: int) -> float:

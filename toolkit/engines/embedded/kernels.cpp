@@ -642,9 +642,15 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
 constexpr int64_t kAmxRows = 16, kAmxSteps = 16;
 
 // What the last tile lacks, which is read: as much of anything has to lie behind the activations.
+#ifdef TOOLKIT_AMX
 constexpr int64_t kRowsBehind = kAmxRows - 1;
+#else
+constexpr int64_t kRowsBehind = 0;
+#endif
 
 #ifdef TOOLKIT_AMX
+static_assert(kVectors == 4, "the sums have four registers");
+
 // Linux gives the registers to a process that asks for them: ARCH_REQ_XCOMP_PERM for XTILEDATA
 // (Documentation/arch/x86/xstate.rst of Linux).
 bool may_use_amx() {
