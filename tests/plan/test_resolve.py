@@ -265,7 +265,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     # memory of vLLM
     ("vllm", gpu("H100"), "memory", "do not fit H100", "tp_size: 2"),
     ("vllm", {**both(NONE), **gpu("H200"), "engine__vllm": "0.33.0"}, "memory", "do not fit H200", "quant_algo: FP8"),
-    ("vllm_cpu", {"engine__kv_cache_gib": 1.0, "engine__max_seq_len": 32768, "engine__dtype": "float32"},
+    ("vllm_cpu", {**both("NO_QUANT"), "engine__kv_cache_gib": 1.0, "engine__max_seq_len": 32768, "engine__dtype": "float32"},
      "memory", "vLLM refuses to start", "kv_cache_gib: 2"),
     ("vllm_cpu", {"engine__kv_cache_gib": 1e6}, "memory", "this machine has", "smaller engine.kv_cache_gib"),
     ("pytorch", model("target", "somebody/unheard-of"),
@@ -347,6 +347,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "toolkit-already-quantized",
         "vllm-fp8-kv-cpu",
         "vllm-head-size",
+        "vllm-int8-amx",
         "vllm-method",
         "vllm-schedule",
     }
@@ -805,6 +806,26 @@ def test_int8_under_vllm_saturates_without_vnni(
     ]
     paths = ["target.quantization.quant_algo", "draft.quantization.quant_algo"]
     assert warnings == (paths if is_warned else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "dtype", "is_refused"),
+    [
+        ("vllm_cpu", {"avx512_vnni", "amx_tile"}, "float32", True),
+        ("vllm_cpu", {"avx512_vnni", "amx_tile"}, "bfloat16", False),
+        ("vllm_cpu", {"avx512_vnni", "amx_tile"}, "auto", False),  # the checkpoints' bfloat16
+        ("vllm_cpu", {"avx512_vnni"}, "float32", False),
+        ("vllm", {"avx512_vnni", "amx_tile"}, "float32", False),
+    ],
+)
+def test_vllm_s_int8_kernel_for_amx_takes_no_float32(
+    kind: str, flags: set[str], dtype: str, is_refused: bool
+) -> None:
+    changes = {**both("W8A8_SQ_PER_CHANNEL"), "engine__dtype": dtype}
+    judged = replace(subject(kind, **changes), cpu_flags=frozenset(flags))
+    found = [judgement for judgement in resolve(judged) if judgement.rule == "vllm-int8-amx"]
+    assert [judgement.path for judgement in found] == ["engine.dtype"] * 2 * is_refused
+    assert all("set dtype: bfloat16" in judgement.hint for judgement in found)
 
 
 def test_vllm_s_attention_on_a_cpu_has_certain_head_sizes() -> None:

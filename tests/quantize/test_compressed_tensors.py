@@ -31,7 +31,7 @@ from toolkit.checkpoints.writer import write_checkpoint_shards
 from toolkit.config.schema import CalibrationConfig, QuantizationConfig
 from toolkit.errors import CheckpointError, UsageError
 from toolkit.pipeline.machine import cpu_flags
-from toolkit.plan.rules.vllm import VNNI_FLAGS
+from toolkit.plan.rules.vllm import AMX_FLAG, VNNI_FLAGS
 from toolkit.quantize import compressed_tensors, modelopt
 from toolkit.quantize.algorithms import ALGORITHMS
 from toolkit.quantize.calibrate import encode, split_texts
@@ -471,14 +471,14 @@ def vllm_log_probabilities(
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """(source, its INT8 checkpoint, the same with one layer's scale times 1.5)."""
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(source, its INT8 checkpoint)."""
     folder = tmp_path_factory.mktemp("deployed")
     # vLLM's attention on CPUs has no head_dim of 16, and its Qwen 2 takes hidden_size / heads.
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     source = write_checkpoint(folder / "source", family="qwen2", dtype="float32", **heads)
     write(source, folder / "out")
-    return source, folder / "out", with_a_wrong_scale(folder / "out", folder / "wrong")
+    return source, folder / "out"
 
 
 def with_a_wrong_scale(quantized: Path, copy: Path) -> Path:
@@ -503,39 +503,44 @@ def with_seven_bits(quantized: Path, copy: Path) -> Path:
 
 @pytest.mark.vllm
 def test_vllm_computes_what_the_reference_computes(
-    deployed: tuple[Path, Path, Path], vllm_environment: Any, tmp_path: Path
+    deployed: tuple[Path, Path], vllm_environment: Any, tmp_path: Path
 ) -> None:
-    """Where the processor has no VNNI, oneDNN saturates: with all 8 bits vLLM is then further from
-    the reference than the reference is from the source, which the plan warns about.
+    """In all 8 bits, and in 7, for which oneDNN does not saturate where the processor has no VNNI:
+    there vLLM is further from the reference of 8 than that is from the source, which the plan warns
+    about. With AMX vLLM takes activations in bfloat16, whose rounding moves codes: measured in 7
+    bits, by 0.2 of what they cost.
     """
-    source, quantized, wrong = deployed
-    folders = [quantized, wrong]
-    has_vnni = bool(cpu_flags() & VNNI_FLAGS)
-    if not has_vnni:
-        halved = with_seven_bits(quantized, tmp_path / "halved")
-        folders = [halved, with_a_wrong_scale(halved, tmp_path / "wrong"), quantized]
-    served, damaged, *saturated = vllm_log_probabilities(
-        vllm_environment, folders, "float32", tmp_path
+    source, quantized = deployed
+    has_amx, has_vnni = AMX_FLAG in cpu_flags(), bool(cpu_flags() & VNNI_FLAGS)
+    dtype, share = ("bfloat16", 0.5) if has_amx else ("float32", 0.1)
+    halved = with_seven_bits(quantized, tmp_path / "halved")
+    damaged = with_a_wrong_scale(halved, tmp_path / "wrong")
+    served, wrong, served_in_8 = vllm_log_probabilities(
+        vllm_environment, [halved, damaged, quantized], dtype, tmp_path
     )
-    reference = log_probabilities(reference_model(folders[0]), PROMPTS)
+    reference, reference_in_8 = (
+        log_probabilities(reference_model(folder), PROMPTS) for folder in (halved, quantized)
+    )
     original = log_probabilities(
         unquantized_model(source, tensors_of(source), torch.float32), PROMPTS
     )
-    cost = divergence(original, reference)
+    cost, cost_in_8 = (divergence(original, each) for each in (reference, reference_in_8))
+    off, off_in_8 = divergence(reference, served), divergence(reference_in_8, served_in_8)
     print(
         f"KL(source || reference) {cost:.3g}, KL(source || vLLM) {divergence(original, served):.3g}"
-        f", KL(reference || vLLM) {divergence(reference, served):.3g}, with a wrong scale"
-        f" {divergence(reference, damaged):.3g}; largest difference of a log-probability"
+        f", KL(reference || vLLM) {off:.3g}, with a wrong scale {divergence(reference, wrong):.3g};"
+        f" in 8 bits {cost_in_8:.3g} and {off_in_8:.3g}; largest difference of a log-probability"
         f" {max(float((a - b).abs().max()) for a, b in zip(reference, served, strict=True)):.3g}"
     )
-    assert divergence(reference, served) < 0.1 * cost
-    assert divergence(original, served) == pytest.approx(cost, rel=0.1)
-    assert divergence(reference, damaged) > 10 * cost
-    if not has_vnni:
-        eight_bits = log_probabilities(reference_model(quantized), PROMPTS)
-        cost = divergence(original, eight_bits)
-        print(f"with 8 bits {cost:.3g}, vLLM {divergence(original, saturated[0]):.3g}")
-        assert divergence(eight_bits, saturated[0]) > cost
+    assert off < share * cost
+    assert divergence(original, served) == pytest.approx(cost, rel=share)
+    assert divergence(reference, wrong) > 10 * cost
+    if has_amx:
+        assert off_in_8 < share * cost
+    elif has_vnni:
+        assert off_in_8 < share * cost_in_8
+    else:
+        assert off_in_8 > cost_in_8
 
 
 TRANSFORMERS_PROGRAM = """
@@ -555,9 +560,9 @@ json.dump(answers, open(out, "w"))
 
 @pytest.mark.vllm
 def test_transformers_with_compressed_tensors_loads_it(
-    deployed: tuple[Path, Path, Path], vllm_environment: Any, tmp_path: Path
+    deployed: tuple[Path, Path], vllm_environment: Any, tmp_path: Path
 ) -> None:
-    _, quantized, _ = deployed
+    _, quantized = deployed
     out = tmp_path / "answers.json"
     request = json.dumps([str(quantized), PROMPTS, str(out)])
     done = subprocess.run(

@@ -339,6 +339,10 @@ RULES: dict[str, tuple[str, Source]] = {
             "M",
         ),
     ),
+    "vllm-int8-amx": (
+        "the first step raises with float32: its INT8 kernel for AMX takes bfloat16 or half",
+        QUANTIZATION_SOURCES["activation dtypes of INT8 with AMX"],
+    ),
     "vllm-one-kv-dtype": (
         "the draft inherits the target's kv_cache_dtype",
         Source("VL vllm/config/speculative.py of 0.32.0, kv_cache_dtype", "A"),

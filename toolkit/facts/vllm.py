@@ -169,6 +169,11 @@ QUANTIZATION_SOURCES = {
         " bfloat16, float16; run",
         "M",
     ),
+    "activation dtypes of INT8 with AMX": Source(
+        "VL kernels/linear/scaled_mm/cpu.py of 0.32.0, _apply_weights_sgl, taken where"
+        " check_cpu_sgl_kernel finds AMX; run with float32, which failed",
+        "M",
+    ),
     "FP8 KV cache on CPUs": Source(
         "VL v1/attention/backends/cpu_attn.py of 0.32.0, _get_attn_isa: AVX-512 or AMX, head_size"
         " a multiple of 32",

@@ -169,6 +169,12 @@ def test_a_name_that_http_made_a_parameter_is_refused_with_the_likely_tensor() -
         parse({"text_input": [b"x"]}, {"max_tokens": 3}, LIMITS)
     with pytest.raises(RequestError, match="Did you mean 'num_draft_tokens'"):
         parse({"text_input": [b"x"]}, {"num_draft_token": 3}, LIMITS)
+    with pytest.raises(RequestError, match="Did you mean 'sampling_param_temperature'"):
+        parse({"text_input": [b"x"]}, {"temperture": 0.5}, LIMITS)
+    with pytest.raises(RequestError, match="Did you mean 'sampling_param_stop'"):
+        parse({"text_input": [b"x"]}, {"stop_words": 3}, LIMITS)
+    with pytest.raises(RequestError, match=r"Known: text_input, .*sampling_param_stop"):
+        parse({"text_input": [b"x"]}, {"sampling_param_bogus": 3}, LIMITS)
 
 
 def test_parameters_of_triton_itself_are_accepted() -> None:

@@ -4,6 +4,7 @@ which keys of the YAML its servers cannot carry.
 
 from __future__ import annotations
 
+from toolkit.config.schema import VllmConfig
 from toolkit.facts.vllm import CPU_HEAD_SIZES, SERVING_TAGS, VLLM_VERSIONS
 from toolkit.plan.rules.findings import (
     Check,
@@ -14,6 +15,7 @@ from toolkit.plan.rules.findings import (
     refuse_unless_allowed,
 )
 from toolkit.plan.subject import Subject, largest_tp_size
+from toolkit.words import Role
 
 __all__ = ["CHECKS"]
 
@@ -33,7 +35,8 @@ WITHOUT_EFFECT = {
 ONE_PORT = ("grpc_port", "metrics_port")
 # Keys of the engine that one kind of device reads.
 ONLY_ON = {"gpu_memory_utilization": "GPUs", "kv_cache_gib": "CPUs", "correct_sampling": "CPUs"}
-FP8_KV_FLAGS = frozenset({"avx512f", "amx_tile"})  # as /proc/cpuinfo names AVX-512 and AMX
+AMX_FLAG = "amx_tile"  # as /proc/cpuinfo names it
+FP8_KV_FLAGS = frozenset({"avx512f", AMX_FLAG})
 # Either of them multiplies INT8 codes without an intermediate of 16 bits.
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 INT8_OR_NONE = "W8A8_SQ_PER_CHANNEL or NO_QUANT"
@@ -206,19 +209,37 @@ def _merged_scales(subject: Subject) -> Findings:
         yield RuleFinding("adjusted", f"{role}.quantization.quant_algo", what)
 
 
+def _activation_dtype(engine: VllmConfig, subject: Subject, role: Role) -> str | None:
+    """None where only the checkpoint would tell, and it is not known."""
+    if engine.dtype != "auto":
+        return engine.dtype
+    return subject.shapes[role].dtype if role in subject.shapes else None
+
+
 def _fp8_dtype(subject: Subject) -> Findings:
     engine = subject.vllm
     if engine is None or subject.serving_gpu is None:  # on a CPU no dtype helps
         return
     for role, _ in models_with_algo(subject, "FP8"):
-        dtype: str = engine.dtype
-        if dtype == "auto" and role in subject.shapes:
-            dtype = subject.shapes[role].dtype
-        if dtype == "float32":
+        if _activation_dtype(engine, subject, role) == "float32":
             yield refuse(
                 "engine.dtype",
                 f"vLLM runs the {role}'s FP8 checkpoint with activations in bfloat16 or float16"
                 " only, and they would be float32",
+                "set dtype: bfloat16",
+            )
+
+
+def _int8_by_amx(subject: Subject) -> Findings:
+    engine = subject.vllm
+    if engine is None or subject.serving_gpu is not None or AMX_FLAG not in subject.cpu_flags:
+        return
+    for role, _ in models_with_algo(subject, "W8A8_SQ_PER_CHANNEL"):
+        if _activation_dtype(engine, subject, role) == "float32":
+            yield refuse(
+                "engine.dtype",
+                f"this processor has AMX, and vLLM's INT8 kernel for it takes the {role}'s"
+                " activations in bfloat16 or float16 only; they would be float32",
                 "set dtype: bfloat16",
             )
 
@@ -415,6 +436,7 @@ CHECKS: dict[str, Check] = {
     "vllm-int8-vnni": _int8_on_cpus,
     "vllm-merged-scales": _merged_scales,
     "vllm-fp8-dtype": _fp8_dtype,
+    "vllm-int8-amx": _int8_by_amx,
     "vllm-fp8-kv-cpu": _fp8_kv_on_cpus,
     "vllm-head-size": _head_size,
     "vllm-one-kv-dtype": _one_kv_dtype,

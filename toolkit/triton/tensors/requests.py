@@ -197,13 +197,17 @@ def _unknown_input(name: str, request_format: RequestFormat) -> RequestError:
             "num_draft_tokens: this engine fixes the draft length when it starts, for all requests",
             hint="Leave it out; for plain decoding, serve with speculation.kind: none.",
         )
-    likely = difflib.get_close_matches(name, request_format.inputs, n=1)
-    if request_format.tensor_name(name) in request_format.inputs:
-        likely = [request_format.tensor_name(name)]
+    # Without the prefix, which makes any two names that have it alike.
+    prefix = request_format.prefix
+    options = [known.removeprefix(prefix) for known in request_format.inputs]
+    meant = request_format.names.get(name, name).removeprefix(prefix)
+    near = difflib.get_close_matches(meant, options, n=1)
     known = ", ".join(request_format.inputs)
     return RequestError(
         f"unknown input {name!r}",
-        hint=f"Did you mean {likely[0]!r}?" if likely else f"Known: {known}.",
+        hint=f"Did you mean {request_format.tensor_name(near[0])!r}?"
+        if near
+        else f"Known: {known}.",
     )
 
 
