@@ -4,7 +4,6 @@ which keys of the YAML its servers cannot carry.
 
 from __future__ import annotations
 
-from toolkit.config.schema import VllmConfig
 from toolkit.facts.vllm import CPU_HEAD_SIZES, SERVING_TAGS, VLLM_VERSIONS
 from toolkit.plan.rules.findings import (
     Check,
@@ -15,7 +14,7 @@ from toolkit.plan.rules.findings import (
     refuse_unless_allowed,
 )
 from toolkit.plan.subject import Subject, largest_tp_size
-from toolkit.words import Role
+from toolkit.words import QuantAlgo
 
 __all__ = ["CHECKS"]
 
@@ -209,37 +208,31 @@ def _merged_scales(subject: Subject) -> Findings:
         yield RuleFinding("adjusted", f"{role}.quantization.quant_algo", what)
 
 
-def _activation_dtype(engine: VllmConfig, subject: Subject, role: Role) -> str | None:
-    """None where only the checkpoint would tell, and it is not known."""
-    if engine.dtype != "auto":
-        return engine.dtype
-    return subject.shapes[role].dtype if role in subject.shapes else None
-
-
 def _fp8_dtype(subject: Subject) -> Findings:
-    engine = subject.vllm
-    if engine is None or subject.serving_gpu is None:  # on a CPU no dtype helps
-        return
-    for role, _ in models_with_algo(subject, "FP8"):
-        if _activation_dtype(engine, subject, role) == "float32":
-            yield refuse(
-                "engine.dtype",
-                f"vLLM runs the {role}'s FP8 checkpoint with activations in bfloat16 or float16"
-                " only, and they would be float32",
-                "set dtype: bfloat16",
-            )
+    if subject.serving_gpu is not None:  # on a CPU no dtype helps
+        yield from _refuse_float32(subject, "FP8", "vLLM's FP8 takes")
 
 
 def _int8_by_amx(subject: Subject) -> Findings:
+    if subject.serving_gpu is None and AMX_FLAG in subject.cpu_flags:
+        takes = "this processor has AMX, and vLLM's INT8 kernel for it takes"
+        yield from _refuse_float32(subject, "W8A8_SQ_PER_CHANNEL", takes)
+
+
+def _refuse_float32(subject: Subject, algo: QuantAlgo, takes: str) -> Findings:
+    """takes: what does not take it, and the verb."""
     engine = subject.vllm
-    if engine is None or subject.serving_gpu is not None or AMX_FLAG not in subject.cpu_flags:
+    if engine is None:
         return
-    for role, _ in models_with_algo(subject, "W8A8_SQ_PER_CHANNEL"):
-        if _activation_dtype(engine, subject, role) == "float32":
+    for role, _ in models_with_algo(subject, algo):
+        dtype: str = engine.dtype
+        if dtype == "auto" and role in subject.shapes:
+            dtype = subject.shapes[role].dtype
+        if dtype == "float32":
             yield refuse(
                 "engine.dtype",
-                f"this processor has AMX, and vLLM's INT8 kernel for it takes the {role}'s"
-                " activations in bfloat16 or float16 only; they would be float32",
+                f"{takes} the {role}'s activations in bfloat16 or float16 only, and they would be"
+                " float32",
                 "set dtype: bfloat16",
             )
 
