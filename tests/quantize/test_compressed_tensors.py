@@ -507,12 +507,12 @@ def test_vllm_computes_what_the_reference_computes(
 ) -> None:
     """In all 8 bits, and in 7, for which oneDNN does not saturate where the processor has no VNNI:
     there vLLM is further from the reference of 8 than that is from the source, which the plan warns
-    about. With AMX vLLM takes activations in bfloat16, whose rounding moves codes: measured in 7
-    bits, by 0.2 of what they cost.
+    about. With AMX vLLM takes activations in bfloat16, whose rounding moves codes: in 7 bits by 0.2
+    of what they cost, measured over oneDNN. Its kernel for AMX has to stay below all of that cost.
     """
     source, quantized = deployed
     has_amx, has_vnni = AMX_FLAG in cpu_flags(), bool(cpu_flags() & VNNI_FLAGS)
-    dtype, share = ("bfloat16", 0.5) if has_amx else ("float32", 0.1)
+    dtype, share = ("bfloat16", 1.0) if has_amx else ("float32", 0.1)
     halved = with_seven_bits(quantized, tmp_path / "halved")
     damaged = with_a_wrong_scale(halved, tmp_path / "wrong")
     served, wrong, served_in_8 = vllm_log_probabilities(
