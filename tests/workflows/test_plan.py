@@ -366,7 +366,7 @@ def quickstart_under_vllm(tmp_path: Path, **engine: Any) -> DeploymentConfig:
         "draft": {"checkpoint": str(pair / "draft"), "quantization": quantization},
         "calibration": {"dataset": str(pair / "data" / "calib.jsonl")},
         "speculation": {"max_draft_len": 3},
-        "engine": {"kind": "vllm", "device": "cpu", "dtype": "float32", **engine},
+        "engine": {"kind": "vllm", "device": "cpu", "dtype": "bfloat16", **engine},
         "validation": {"prompts": str(pair / "data" / "prompts.jsonl")},
     }
     (tmp_path / "vllm.yaml").write_text(json.dumps(data))
