@@ -37,7 +37,7 @@ MIN_SHM_BYTES = 64 * 2**20
 CONTAINER_ENVIRONMENT = Path("/opt/venv-tritonserver")
 WITHOUT_AVX512 = (
     "compiled engines use AVX2; a token takes up to 1.2 times as long, and verifying five takes 1.5"
-    " to 2.9 times as long as decoding one"
+    " to 4.2 times as long as decoding one"
 )
 INSTALL_EXTRA = "pip install --editable '.[{}]' in the toolkit's checkout"
 
