@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from toolkit.speculative.adaptive import (
     AWAIT_STEPS,
+    AWAIT_STEPS_PLAIN,
     BATCH_GAIN,
+    DECIDE_EVERY_IDLE_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
     IDLE_DECISIONS,
@@ -420,6 +422,51 @@ def test_a_batch_begins_to_draft_for_a_clear_gain_only_and_goes_on_for_less(
     decider = decider_of(-0.01)
     chosen(decider, *losing)
     assert chosen(decider, *losing) == [0, 0]
+
+
+class Computing(Costs):
+    """Several rows are bound by computing: each token costs as much as the first."""
+
+    def step_ns(self, rows: int, width: float) -> float:
+        if rows == 1:
+            return super().step_ns(rows, width)
+        return rows * width * super().step_ns(1, 1.0)
+
+
+def only_alone() -> Controller:
+    """Drafts pay for one row and for no more. Four have been decided for."""
+    decider = controller(Computing())
+    assert chosen(decider, *(Adaptation(900.0, 1000.0) for _ in range(4))) == [0, 0, 0, 0]
+    return decider
+
+
+def test_a_batch_that_decodes_plainly_begins_no_drafts_for_a_moment_with_fewer_rows() -> None:
+    """Not even if a decision is due then: those that follow would decode plainly again."""
+    decider = only_alone()
+    for _ in range(DECIDE_EVERY_IDLE_STEPS):
+        decider.keeps(4)
+    assert not decider.keeps(4)
+    assert all(decider.keeps(1) for _ in range(AWAIT_STEPS_PLAIN))
+    assert not decider.keeps(1)
+
+
+def test_a_batch_that_ends_together_is_taken_to_begin_together() -> None:
+    """The first of the next ones joins those that it will have beside it."""
+    decider = only_alone()
+    assert decider.awaits_more(1) and not decider.awaits_more(4)
+    first = Adaptation(900.0, 1000.0)
+    decider.join(first, 1)
+    assert first.draft_len == 0
+    assert decider.keeps(1)
+
+
+def test_drafts_end_at_once_where_more_rows_joined() -> None:
+    """That is no luck, as a few hard words may be."""
+    decider = only_alone()
+    rows = [Adaptation(900.0, 1000.0)]
+    assert chosen(decider, *rows)[0] > 0
+    rows += [Adaptation(900.0, 1000.0, draft_len=0) for _ in range(3)]
+    assert chosen(decider, *rows) == [0, 0, 0, 0]
 
 
 def test_while_a_batch_grows_those_that_join_decode_plainly() -> None:

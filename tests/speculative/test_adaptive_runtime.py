@@ -23,7 +23,12 @@ from tests.support.runtimes import (
 )
 from tests.support.step_engines import BurstingTableEngine, TableEngine
 from toolkit.interfaces import GenerationRequest, TokenEvent
-from toolkit.speculative.adaptive import PROBED_ROWS, AdaptiveSettings, Controller
+from toolkit.speculative.adaptive import (
+    AWAIT_STEPS_PLAIN,
+    PROBED_ROWS,
+    AdaptiveSettings,
+    Controller,
+)
 from toolkit.speculative.bursts import MAX_STEPS
 from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
@@ -258,6 +263,20 @@ def test_the_prompt_is_not_fed_to_a_draft_that_is_not_used() -> None:
     stats = serve_one(runtime, make_request(PROMPTS[5], 30)).stats
     assert draft.forwards == []
     assert stats.steps_by_reason == {"load": stats.verify_steps}
+
+
+def test_a_request_behind_a_batch_drafts_when_no_others_have_followed_it() -> None:
+    """Batches do not draft here, and their requests often come one by one."""
+    verify = [[1000.0, 1000.0, *[4000.0 * width] * (MAX_ROWS - 1)] for width in range(12)]
+    costs = still(Figures(verify, *[[300.0] * (MAX_ROWS + 1)] * 2))
+    runtime = adaptive(engine(1, max_batch_size=4), engine(1, max_batch_size=4), costs=costs)
+    alone = serve_one(runtime, make_request(PROMPTS[0], 60)).stats
+    assert set(alone.steps_by_reason) == {"pays"}
+    for outcome in serve(runtime, requests_of(4, 40)):
+        assert set(outcome.stats.steps_by_reason) == {"load"}
+    behind = serve_one(runtime, make_request(PROMPTS[0], 60)).stats
+    assert 0 < behind.steps_by_reason["load"] <= AWAIT_STEPS_PLAIN
+    assert behind.steps_by_reason["pays"] > 0
 
 
 def test_a_request_may_state_its_own_length_beside_adaptive_ones() -> None:

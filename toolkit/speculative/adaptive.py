@@ -181,6 +181,7 @@ class Controller:
     _finished: int = 0
     _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
     _steps_until_decision: int = 0
+    _is_overdue: bool = False
     _steps_at_lower_load: int = 0
     _steps_since_more: int = 0  # rows than in the step before
     _last_rows: int = 0
@@ -241,7 +242,7 @@ class Controller:
 
     def reconsider(self) -> None:
         """Let `keeps` say no for the next step, whatever came before."""
-        self._steps_until_decision = 0
+        self._is_overdue = True
 
     # What a step showed.
 
@@ -337,6 +338,10 @@ class Controller:
         self._steps_since_more = 0 if rows > self._last_rows else self._steps_since_more + 1
         self._last_rows = rows
         is_growing = more > 0 and rows > 1 and self._steps_since_more < JOINING_STEPS
+        if self._is_overdue:
+            return False
+        if is_awaited and not self._deepest:
+            return True  # drafts that begin for a moment are in vain
         return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:
@@ -376,6 +381,12 @@ class Controller:
             default=DECIDE_EVERY_IDLE_STEPS,
         )
 
+    def awaits_more(self, rows: int) -> bool:
+        """Whether so many requests, which begin together while none runs, are taken for the first
+        of as many as there were: then they join that batch.
+        """
+        return rows < self._rows
+
     def join(self, state: Adaptation, rows: int) -> None:
         """Give a request that joins a running batch the drafts that the last decision would have
         taken, or none if the batch grows. The next one is for all. rows: with this one.
@@ -409,12 +420,13 @@ class Controller:
             self._confirmations += 1
             self._wait(states, is_steady=True)
             return
+        has_grown = 0 < self._rows < rows
         self._rows, self._longest, self._confirmations = rows, longest, 0
         for state in states:
             state.decided_chance = state.chance
         longests = [min(longest, 1) if state.is_doubtful else longest for state in states]
         best = self._best(alphas, longests, fixed)
-        best = self._settled(states, alphas, longests, best, fixed)
+        best = self._settled(states, alphas, longests, best, fixed, has_grown=has_grown)
         # A new request that does not draft, as those before it, changes nothing.
         unset = 0 if self._deepest == 0 else None
         is_same = best.draft_lens == [
@@ -447,11 +459,13 @@ class Controller:
         longests: Sequence[int],
         best: _Plan,
         fixed: Sequence[int],
+        *,
+        has_grown: bool,
     ) -> _Plan:
         """The best lengths, or the present ones if that gains too little. The drafts of a row end
         when a second decision in a row wants it: a few hard words may have been the reason for the
-        first, and what ends is not seen any more. A doubtful row has shown enough. A batch goes
-        back to plain decoding as soon as that is no slower.
+        first, and what ends is not seen any more. A doubtful row has shown enough, and so has a
+        batch that has grown. A batch goes back to plain decoding as soon as that is no slower.
         """
         present = [
             new if state.draft_len is None else min(state.draft_len, most)
@@ -469,7 +483,8 @@ class Controller:
             gain = 0.0
         is_worth_it = best.tokens_per_ns >= kept_speed * (1.0 + gain)
         wanted_ends = self._wants_ends
-        self._wants_ends = is_worth_it and not all(state.is_doubtful for state in ending)
+        has_shown_enough = has_grown or all(state.is_doubtful for state in ending)
+        self._wants_ends = is_worth_it and not has_shown_enough
         if not is_worth_it or (self._wants_ends and not wanted_ends):
             return _Plan(present, kept_speed)
         return best
@@ -495,7 +510,7 @@ class Controller:
             most, factor = DECIDE_EVERY_IDLE_STEPS, 4
         longer = min(factor * self._decide_every, most)
         self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
-        self._steps_until_decision = self._decide_every
+        self._steps_until_decision, self._is_overdue = self._decide_every, False
         self._income_ns = _probe_share(self._rows) * self.costs.step_ns(self._rows, 1)
         self._purse_ns = PURSE_PROBES * self.costs.probe_ns(min(self._rows, PROBED_ROWS))
         self.await_probes(states)

@@ -359,10 +359,13 @@ class SpeculativeRuntime:
                 sequence = self._waiting.popleft()
             sequence.tally.first_scheduled_ns = now
             self._place(sequence)
-        if self._running and self._adaptive is not None:
+        adaptive = self._adaptive
+        if adaptive is None:
+            return
+        if self._running or adaptive.awaits_more(len(self._prefilling)):
             for rows, sequence in enumerate(self._prefilling, len(self._running) + 1):
                 if sequence.adaptation is not None and sequence.adaptation.draft_len is None:
-                    self._adaptive.join(sequence.adaptation, rows)
+                    adaptive.join(sequence.adaptation, rows)
         else:
             self._choose_draft_lens(self._prefilling)
 
