@@ -190,24 +190,6 @@ def test_plain_steps_are_timed_when_they_have_settled() -> None:
     assert costs._verify_ns(1, 2) - costs._verify_ns(1, 1) > 10_000
 
 
-@pytest.mark.parametrize("bad_pass", range(4))
-def test_a_bad_moment_at_the_start_decides_nothing_where_steps_are_long(bad_pass: int) -> None:
-    """Of 64 requests on a slow processor a pass takes longer than there is for it."""
-
-    class Long(TimedEngine):
-        def forward(self, slots: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-            width = tokens.shape[1]
-            if width <= 2:  # or it fills the slot
-                is_bad = width == 1 and wide_steps[0] == 2 * bad_pass
-                clock.now += 100_000_000 * (width + is_bad)
-                wide_steps[0] += width == 2
-            return super().forward(slots, tokens, **options)
-
-    clock, wide_steps = Clock(), [0]  # of which a pass has two, behind its plain ones
-    costs = measured_costs(Long(clock, max_batch_size=1), None, 1, clock)
-    assert costs._verify_ns(1, 2) == pytest.approx(2 * costs._verify_ns(1, 1), rel=0.01)
-
-
 def test_a_step_that_was_preempted_says_nothing() -> None:
     """One step in ten takes a hundred times as long, and the figures stay."""
     costs, generator = flat_costs(), random.Random(1)

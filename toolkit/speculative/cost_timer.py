@@ -20,14 +20,11 @@ __all__ = ["measured_costs"]
 # What stands in each slot while the engines are timed, and then again. Filling the slots up to the
 # second takes about so long at most.
 NEAR_TOKENS, FAR_TOKENS, FILL_NS = 64, 256, 1_000_000_000
-# Of each number of rows, beside the first pass. After its share of the budget none begins, but
-# where a pass is not too long for that, there are enough of them to leave out a bad moment.
+# Of each number of rows, beside the first pass. After its share of the budget none begins.
 PASSES, BUDGET_NS = 20, 3_000_000_000
-LEAST_PASSES, LONG_PASS_NS = 3, 1_000_000_000
 # Behind drafts and wide forwards, plain steps become faster for about so many steps, since the
-# caches of the processor hold more and more of what they read. Of a model whose steps are longer
-# they hold little.
-SETTLING_STEPS, SETTLING_NS = 8, 10_000_000
+# caches of the processor hold more and more of what they read.
+SETTLING_STEPS = 8
 
 
 def measured_costs(
@@ -169,26 +166,13 @@ class _Timer:
             self._rewind(slots)
             return drafted - start, verified - drafted
 
-        def settle(draft_len: int) -> None:
-            start = clock()
-            for _ in range(1 if draft_len else SETTLING_STEPS):
-                step(draft_len)
-                if clock() - start > SETTLING_NS:
-                    break
-
         passes: list[list[int]] = []
         began = clock()
-
-        def is_enough() -> bool:
-            spent_ns, count = clock() - began, len(passes)
-            if count <= LEAST_PASSES:
-                return count > 0 and spent_ns > count * LONG_PASS_NS
-            return count > PASSES or spent_ns >= self._budget_ns
-
-        while not is_enough():
+        while not passes or (len(passes) <= PASSES and clock() - began < self._budget_ns):
             passes.append([])
             for draft_len in draft_lens:
-                settle(draft_len)
+                for _ in range(1 if draft_len else SETTLING_STEPS):
+                    step(draft_len)
                 passes[-1] += step(draft_len)
         passes = passes[1:] or passes  # the first one allocates
         totals = [max(1, sum(times)) for times in passes]
