@@ -170,7 +170,9 @@ def test_sixteen_at_once_get_what_each_gets_alone(client: Client) -> None:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "coupled", "sample_match"])
 def test_every_rule_serves_sampled_requests(client: Client, acceptance: str) -> None:
-    whole = client.generate(PROMPTS[1], max_tokens=60, temperature=1.2, acceptance=acceptance)
+    whole = client.generate(
+        PROMPTS[1], max_tokens=60, temperature=1.2, seed=7, acceptance=acceptance
+    )
     assert whole.statistics.drafted
     assert whole.statistics.accepted is not None
     assert len(whole.token_ids) == 60 or whole.finish_reason == "stop"
@@ -551,7 +553,7 @@ def test_a_draft_that_answers_wrongly_fails_no_request(
         (draft / "1" / "model.py").write_text(WRONG_DRAFT)
         parameters = {"tensorrt_llm_draft_model_name": draft.name}
         add_bls_variant(repository, f"bls_{wrong}", parameters)
-    options = Options(max_tokens=12, temperature=0.8, acceptance="rejection")
+    options = Options(max_tokens=12, temperature=0.8, seed=7, acceptance="rejection")
     expected = client.generate(PROMPTS[9], max_tokens=12, num_draft_tokens=0)
     with TritonServer(repository) as server:
         for wrong, message in told.items():

@@ -104,8 +104,11 @@ def test_log_probabilities_come_from_the_logits_of_the_target(client: Client) ->
 
 def test_draft_logits_reach_the_target(client: Client) -> None:
     """Speculative sampling: the draft's logits are sent, in the type that the draft gave."""
-    options = Options(max_tokens=20, temperature=0.8, acceptance="rejection")
-    texts = {client.generate(PROMPT, options).token_ids for _ in range(3)}
+    options = [
+        Options(max_tokens=20, temperature=0.8, seed=seed, acceptance="rejection")
+        for seed in range(3)
+    ]
+    texts = {client.generate(PROMPT, each).token_ids for each in options}
     assert len(texts) > 1
     assert all(len(ids) == 20 for ids in texts)
 
@@ -115,7 +118,7 @@ def test_engines_of_another_type_fail_as_the_backend_fails(mismatched: Client) -
     failure = "Assertion failed: generationLogitsType == model_state_->getLogitsDataType"
     with pytest.raises(RequestRefused, match=failure):  # of the target
         mismatched.generate(PROMPT, Options(max_tokens=8, log_probs=True))
-    sampled = Options(max_tokens=8, temperature=0.8, acceptance="rejection")
+    sampled = Options(max_tokens=8, temperature=0.8, seed=7, acceptance="rejection")
     answer = mismatched.generate(PROMPT, sampled)  # of the draft: the target goes on alone
     assert len(answer.token_ids) == 8
     assert failure in str(answer.statistics.draft_failure)
