@@ -469,6 +469,15 @@ def test_drafts_end_at_once_where_more_rows_joined() -> None:
     assert chosen(decider, *rows) == [0, 0, 0, 0]
 
 
+def test_one_row_more_among_many_is_no_reason_to_end_drafts_at_once() -> None:
+    many = [Adaptation(900.0, 1000.0, draft_len=3) for _ in range(17)]
+    decider = controller(Costs(per_row=0.05))
+    assert all(chosen(decider, *many[:16]))
+    decider.costs = Computing()
+    assert all(chosen(decider, *many))
+    assert not any(chosen(decider, *many))
+
+
 def test_while_a_batch_grows_those_that_join_decode_plainly() -> None:
     decider = controller(Costs(per_row=0.05))
     alone = Adaptation(900.0, 1000.0)

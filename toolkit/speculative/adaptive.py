@@ -181,7 +181,7 @@ class Controller:
     _finished: int = 0
     _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
     _steps_until_decision: int = 0
-    _is_overdue: bool = False
+    _is_overdue: bool = False  # even where more rows are awaited
     _steps_at_lower_load: int = 0
     _steps_since_more: int = 0  # rows than in the step before
     _last_rows: int = 0
@@ -387,13 +387,17 @@ class Controller:
         """
         return rows < self._rows
 
+    def _has_outgrown(self, rows: int) -> bool:
+        """Whether so many rows are more than the last decision was for."""
+        return rows > (1.0 + ROWS_THAT_MATTER) * self._rows
+
     def join(self, state: Adaptation, rows: int) -> None:
         """Give a request that joins a running batch the drafts that the last decision would have
         taken, or none if the batch grows. The next one is for all. rows: with this one.
         """
         state.chance = state.acceptance
         length, worth = 0, self.trust * state.chance
-        is_growing = rows > (1.0 + ROWS_THAT_MATTER) * self._rows
+        is_growing = self._has_outgrown(rows)
         while length < self._deepest and worth >= self._least_worth and not is_growing:
             length, worth = length + 1, worth * state.chance
         self._set(state, length, "load" if is_growing else self._why_not, self._rows)
@@ -420,7 +424,7 @@ class Controller:
             self._confirmations += 1
             self._wait(states, is_steady=True)
             return
-        has_grown = 0 < self._rows < rows
+        has_grown = self._rows > 0 and self._has_outgrown(rows)
         self._rows, self._longest, self._confirmations = rows, longest, 0
         for state in states:
             state.decided_chance = state.chance
