@@ -142,7 +142,7 @@ class ServerProcess:
             raise ServerError(
                 f"{self.program} {_how_it_ended(code)}",
                 log_tail=self.log_tail(),
-                hint="The end of its log says why.",
+                hint=_why(code),
             )
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
@@ -214,6 +214,15 @@ def _how_it_ended(code: int) -> str:
     if code > 128:
         return f"was killed by {signal.Signals(code - 128).name}"
     return f"ended with exit code {code}"
+
+
+def _why(code: int) -> str:
+    if -signal.SIGKILL in (code, 128 - code):
+        return (
+            "Its log cannot say why: it was killed from outside, or by the kernel, which dmesg"
+            " would show, because memory had run out."
+        )
+    return "The end of its log says why."
 
 
 def is_taken(error: BaseException) -> bool:

@@ -280,8 +280,9 @@ def test_check_reports_a_server_that_dies_later(
         stubs = children(server.pid)
         os.kill(server.pid, signal.SIGKILL)
         assert eventually(lambda: has_ended(server))
-        with pytest.raises(ServerError, match="tritonserver was killed by SIGKILL"):
+        with pytest.raises(ServerError, match="tritonserver was killed by SIGKILL") as caught:
             server.check()
+        assert "killed from outside" in str(caught.value.hint)
         assert not any(is_alive(stub) for stub in stubs)
     assert not list(own_tmp.iterdir())
 

@@ -136,6 +136,7 @@ def test_absent_temperature_means_greedy_unless_a_filter_is_given(
         ({"sampling_param_frequency_penalty": 3e38}, "at least -1000.0 and at most 1000.0"),
         ({"num_draft_tokens": 5}, "num_draft_tokens is 5; this deployment drafts 0 to 4 tokens"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+        ({"acceptance": b"x" * 100_000}, f"acceptance is '{'x' * 59}; known: auto, rejection"),
         ({"acceptance": b"hope"}, "acceptance is 'hope'; known: auto, rejection"),
         ({"timeout_ms": 0}, "timeout_ms is 0"),
         ({"streaming": [True, False]}, "streaming takes one value, and 2 were sent"),

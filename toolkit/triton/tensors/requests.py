@@ -186,7 +186,7 @@ def check_is_only(count: int, request_id: str) -> None:
     """
     if count > 1:
         raise RequestError(
-            f"{count} running requests have the id {request_id!r}, so none is cancelled",
+            f"{count} running requests have the id {request_id!r:.60}, so none is cancelled",
             hint="Give requests ids that nobody else chooses, such as a UUID.",
         )
 
@@ -204,7 +204,7 @@ def _unknown_input(name: str, request_format: RequestFormat) -> RequestError:
     near = difflib.get_close_matches(meant, options, n=1)
     known = ", ".join(request_format.inputs)
     return RequestError(
-        f"unknown input {name!r}",
+        f"unknown input {name!r:.60}",
         hint=f"Did you mean {request_format.tensor_name(near[0])!r}?"
         if near
         else f"Known: {known}.",
@@ -327,7 +327,7 @@ def _acceptance(value: Any) -> RequestAcceptance | None:
         return None
     rule = _text(value, "acceptance")
     if rule not in ACCEPTANCE:
-        raise RequestError(f"acceptance is {rule!r}; known: {', '.join(ACCEPTANCE)}")
+        raise RequestError(f"acceptance is {rule!r:.60}; known: {', '.join(ACCEPTANCE)}")
     return None if rule == "auto" else cast(RequestAcceptance, rule)
 
 
