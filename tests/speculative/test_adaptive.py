@@ -28,6 +28,7 @@ from toolkit.speculative.adaptive import (
     AdaptiveSettings,
     Controller,
 )
+from toolkit.speculative.trials import Trials
 
 LONGEST = 5
 OUTPUT_TOKENS = 192
@@ -54,6 +55,7 @@ class Costs:
     draft: float = DRAFT
     per_row: float = 1.0
     probe: float = PROBE
+    reading: float = 0.01
 
     def draft_ns(self, rows: int, depth: int) -> float:
         return 1e6 * self.draft * (1 + 0.2 * (rows - 1)) if rows else 0.0
@@ -63,6 +65,9 @@ class Costs:
 
     def probe_ns(self, rows: int) -> float:
         return 1e6 * self.probe * rows
+
+    def read_ns(self, tokens: float) -> float:
+        return 1e6 * self.reading * tokens
 
 
 class Measured(Costs):
@@ -74,8 +79,11 @@ class Measured(Costs):
         return 1e6 * (HOST * (1 + 0.4 * (rows - 1)) + between(VERIFY[nearest], width) * scale)
 
 
-def controller(costs: Costs | None = None, **changes: float | None) -> Controller:
-    return Controller(AdaptiveSettings(**changes), costs or Costs(), LONGEST)  # type: ignore[arg-type]
+def controller(
+    costs: Costs | None = None, *, trials: Trials | None = None, **changes: float | None
+) -> Controller:
+    settings = AdaptiveSettings(**changes)  # type: ignore[arg-type]
+    return Controller(settings, costs or Costs(), LONGEST, trials)
 
 
 def chosen(decider: Controller, *states: Adaptation) -> list[int]:
@@ -476,6 +484,80 @@ def test_one_row_more_among_many_is_no_reason_to_end_drafts_at_once() -> None:
     decider.costs = Computing()
     assert all(chosen(decider, *many))
     assert not any(chosen(decider, *many))
+
+
+def in_a_trial(decider: Controller, states: list[Adaptation]) -> None:
+    """Go on until its second step."""
+    decider.choose(states)
+    for _ in range(1000):
+        if not decider.keeps(len(states)):
+            decider.choose(states)
+        elif decider.is_trying:
+            return
+    raise AssertionError("no trial")
+
+
+def after_the_trial(decider: Controller, states: list[Adaptation]) -> None:
+    while decider.keeps(len(states)) and decider.is_trying:
+        pass
+    decider.choose(states)
+
+
+# Drafts pay from an acceptance of about 0.6 on.
+NEAR = Costs(verify=(1.0, 1.5, 2.3, 3.2, 4.2, 5.2), draft=0.02)
+
+
+def test_a_batch_that_drafts_tries_plain_steps_and_goes_on_as_before() -> None:
+    decider = controller(NEAR, trials=Trials(4))
+    states = [Adaptation(rate, 1000.0) for rate in (800.0, 700.0, 750.0)]
+    usual = chosen(decider, *states)
+    assert any(usual)
+    in_a_trial(decider, states)
+    assert [(state.draft_len, state.reason) for state in states] == [(0, "measuring")] * 3
+    joining = decider.begin()
+    decider.join(joining, 3)
+    assert (joining.draft_len, joining.reason) == (0, "measuring")
+    after_the_trial(decider, [*states, joining])
+    assert [state.draft_len for state in states] == usual
+    assert (joining.draft_len, joining.reason) == (usual[2], "pays")
+    assert [state.changes for state in states] == [0, 0, 0]
+
+
+def test_a_batch_that_decodes_plainly_tries_drafts_that_might_pay() -> None:
+    decider = controller(NEAR, trials=Trials(4))
+    states = [Adaptation(500.0, 1000.0) for _ in range(4)]
+    assert chosen(decider, *states) == [0, 0, 0, 0]
+    in_a_trial(decider, states)
+    lengths = {state.draft_len for state in states}
+    assert len(lengths) == 1 and lengths.pop()
+    after_the_trial(decider, states)
+    assert [state.draft_len for state in states] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rate", "unread"), [(200.0, 0), (500.0, 10_000)], ids=["few accepted", "much to read"]
+)
+def test_drafts_that_cannot_pay_are_not_tried(rate: float, unread: int) -> None:
+    decider = controller(NEAR, trials=Trials(4))
+    states = [Adaptation(rate, 1000.0, unread_tokens=unread) for _ in range(4)]
+    with pytest.raises(AssertionError, match="no trial"):
+        in_a_trial(decider, states)
+
+
+def test_a_batch_of_long_prompts_and_short_outputs_drafts_only_if_that_pays_for_reading() -> None:
+    """Also where it drafts already: the next requests are like those before."""
+    lengths = {}
+    for prompt_tokens in (10, 1000):
+        decider = controller(Costs(per_row=0.3, reading=0.005))
+        for _ in range(200):
+            decider.finish(decider.begin(), prompt_tokens=prompt_tokens, output_tokens=50)
+        states = [Adaptation(600.0, 1000.0) for _ in range(4)]
+        lengths[prompt_tokens] = chosen(decider, *states)
+        drafting = [Adaptation(600.0, 1000.0, draft_len=1) for _ in range(4)]
+        decider.choose(drafting)
+        lengths[-prompt_tokens] = chosen(decider, *drafting)
+    assert all(lengths[10]) and all(lengths[-10])
+    assert not any(lengths[1000]) and not any(lengths[-1000])
 
 
 def test_while_a_batch_grows_those_that_join_decode_plainly() -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.support.step_engines import ChainingTableEngine, TableEngine
 from toolkit.interfaces import Chain
 from toolkit.speculative.cost_timer import measured_costs
-from toolkit.speculative.costs import Figures, StepCosts
+from toolkit.speculative.costs import FRESH_STEPS, Figures, StepCosts
 
 FLAT = [[0.0] * 5, *([1000.0] * 5 for _ in range(3))]  # widths 1 to 3, up to 4 rows
 
@@ -56,6 +56,8 @@ def test_the_engines_are_timed_and_left_free() -> None:
         one, four = costs._verify_ns(rows, 1), costs._verify_ns(rows, 4)
         assert four - one == pytest.approx(300 * rows)
     assert costs.probe_ns(1) > costs.draft_ns(1, 1)
+    read = min(64, draft.max_seq_len // 2, draft.max_step_tokens)
+    assert costs.read_ns(read) == pytest.approx(1000 + 100 * read)
     assert [target.length(slot) for slot in range(6)] == [0] * 6
     assert [draft.length(slot) for slot in range(6)] == [0] * 6
 
@@ -151,6 +153,38 @@ def test_a_figure_that_was_off_is_corrected_beside_the_others() -> None:
         costs.note_step(1, [1, 1], 64, 200, 1500, 60_000)
     verify_ns = costs._scale * costs._verify_ns(1, 3)
     assert verify_ns == pytest.approx(1500, rel=0.05)
+
+
+def test_steps_behind_those_of_the_other_kind_correct_their_figures_and_not_the_scale() -> None:
+    """Plain decoding was timed in a bad moment, and the machine slows down later."""
+    verify = [[0.0] * 5, [1300.0] * 5, [1500.0] * 5, [2000.0] * 5]
+    costs = StepCosts(Figures(verify, *[[0.0] + [100.0] * 4] * 2), 50.0)
+    for _ in range(100):
+        costs.note_step(4, [4, 4], 64, 200, 4000, 60_000)
+    scale = costs._scale
+    assert scale == pytest.approx(2.0, rel=0.03)
+    for _ in range(FRESH_STEPS):
+        costs.note_step(4, [], 64, 0, 2000, 60_000)
+    assert costs._scale == scale
+    # With what lies near, and was interpolated from it.
+    for rows in (3, 4):
+        assert costs._verify_ns(rows, 1) == pytest.approx(1150, rel=0.03)
+    assert costs._verify_ns(2, 1) == pytest.approx(1300, rel=0.01)
+    before = costs._verify_ns(4, 1)
+    for _ in range(100):
+        costs.note_step(4, [], 64, 0, 2 * scale * before, 60_000)
+    assert costs._verify_ns(4, 1) == pytest.approx(before, rel=0.05)
+    assert costs._scale == pytest.approx(2 * scale, rel=0.05)
+
+
+def test_what_the_draft_reads_behind_plain_steps_is_no_draft() -> None:
+    costs = flat_costs()
+    costs.note_step(1, [], 64, 0, 1000, 60_000)
+    for _ in range(20):
+        before = costs.draft_ns(1, 1)
+        costs.note_step(1, [1], 64, 9_000, 1000, 60_000)
+        assert costs.draft_ns(1, 1) == before
+        costs.note_step(1, [], 64, 0, 1000, 60_000)
 
 
 def test_a_step_of_different_lengths_corrects_the_figures_beside_it() -> None:

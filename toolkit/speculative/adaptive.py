@@ -31,9 +31,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from toolkit.speculative.trials import LEAST_TOKENS, TRIAL_STEPS, Trials
 from toolkit.words import DraftLenReason
 
 __all__ = ["PROBED_ROWS", "PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Costs"]
@@ -50,9 +51,9 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # Of the speed of one row; below it, lengths stay as they are. To end the drafts of a row has to
 # gain more, since nothing is learned then, and it takes a while until they come back.
 SWITCH_GAIN, END_GAIN = 0.015, 0.02
-# Of the speed of a batch, that drafts have to promise before it begins to draft. What they cost is
-# known to a few percent, and the draft has to read each text first.
-BATCH_GAIN = 0.03
+# Of the speed of a batch, that drafts have to promise before it begins to draft, beside the time in
+# which the draft reads the prompts. What drafts cost is known to a few percent.
+BATCH_GAIN, MOST_READING = 0.015, 0.9
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
@@ -75,6 +76,7 @@ PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.005
 # read a prompt yet reads all of it.
 PROBED_ROWS = 4
 PURSE_PROBES = 1.25  # of so many, that are saved up for at most: what one costs keeps changing
+READ_REQUESTS = 32.0  # over about so many the lengths of prompts and outputs are averaged
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
@@ -122,6 +124,10 @@ class Costs(Protocol):
         """A probe of each of so many rows."""
         ...
 
+    def read_ns(self, tokens: float) -> float:
+        """The draft reads so many tokens of a text."""
+        ...
+
 
 @dataclass(slots=True)
 class Adaptation:
@@ -135,6 +141,7 @@ class Adaptation:
     chance: float = FIRST_ACCEPTANCE  # `acceptance`, drawn towards that of the others
     decided_chance: float = -1.0  # `chance`, when all lengths were compared last
     reason: DraftLenReason = "pays"
+    unread_tokens: int = 0  # that the draft has to read before it can draft
     changes: int = 0  # of draft_len
     probes: int = 0
     misses: int = 0  # blocks without an accepted token, since the last one with
@@ -171,12 +178,14 @@ class Controller:
     """Decides for all requests of one runtime. Not thread-safe: the stepping thread calls it. Only
     `begin`, which reads, may be called from elsewhere.
 
-    max_draft_len: the longest block that the engines can verify.
+    max_draft_len: the longest block that the engines can verify. trials: when the way of decoding
+    that is not used is tried; None: never.
     """
 
     settings: AdaptiveSettings
     costs: Costs
     max_draft_len: int
+    trials: Trials | None = None
     expected_acceptance: float = FIRST_ACCEPTANCE  # of a new request
     _finished: int = 0
     _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
@@ -206,6 +215,11 @@ class Controller:
     # Draft tokens of recent blocks.
     _expected: float = 0.0
     _accepted: float = 0.0
+    # Tokens of recent requests: of their prompts, which a draft would have to read, and of output.
+    _read: float = 0.0
+    _written: float = 1.0
+    # What rows that are in a trial have usually.
+    _usual: list[tuple[Adaptation, int | None, DraftLenReason]] = field(default_factory=list)
 
     @property
     def trust(self) -> float:
@@ -230,8 +244,13 @@ class Controller:
             luck, self._finished_spread, LEAST_PRIOR_TOKENS, MOST_PRIOR_TOKENS
         )
 
-    def finish(self, state: Adaptation) -> None:
-        """Learn from a finished request what to expect of the next one."""
+    def finish(self, state: Adaptation, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Learn from a finished request what to expect of the next one. prompt_tokens: those that
+        no cache held when it began.
+        """
+        if output_tokens:
+            self._read += (prompt_tokens - self._read) / READ_REQUESTS
+            self._written += (output_tokens - self._written) / READ_REQUESTS
         if state.total_trials < KNOWN_TOKENS:
             return
         self._finished = min(self._finished + 1, self.settings.window_requests)
@@ -243,6 +262,11 @@ class Controller:
     def reconsider(self) -> None:
         """Let `keeps` say no for the next step, whatever came before."""
         self._is_overdue = True
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the next steps are those of a trial."""
+        return self.trials is not None and self.trials.is_on
 
     # What a step showed.
 
@@ -338,6 +362,10 @@ class Controller:
         self._steps_since_more = 0 if rows > self._last_rows else self._steps_since_more + 1
         self._last_rows = rows
         is_growing = more > 0 and rows > 1 and self._steps_since_more < JOINING_STEPS
+        if self.trials is not None:
+            was_on = self.trials.is_on
+            if self.trials.pass_step(rows) or was_on:
+                return self.trials.is_on
         if self._is_overdue:
             return False
         if is_awaited and not self._deepest:
@@ -401,6 +429,8 @@ class Controller:
         while length < self._deepest and worth >= self._least_worth and not is_growing:
             length, worth = length + 1, worth * state.chance
         self._set(state, length, "load" if is_growing else self._why_not, self._rows)
+        if self.is_trying:
+            self._try(state, 0)
         self._steps_until_probe = min(self._steps_until_probe, state.probe_after)
 
     def choose(
@@ -415,6 +445,7 @@ class Controller:
         limit: the longest draft that is allowed now; None: max_draft_len. fixed: the draft lengths
         of further rows of the step, which are not ours to choose.
         """
+        self._end_trial()
         rows = len(states) + len(fixed)
         longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)
         alphas = self._pooled(states)
@@ -455,6 +486,51 @@ class Controller:
                 self._least_worth = min(self._least_worth, self.trust * alpha**length)
             self._set(state, length, self._why_not, rows)
         self._wait(states, is_steady=is_steady)
+        if self.trials is not None and self.trials.is_due(rows) and not fixed:
+            self._begin_trial(self.trials, states, alphas, longests)
+
+    def _begin_trial(
+        self,
+        trials: Trials,
+        states: Sequence[Adaptation],
+        alphas: Sequence[float],
+        longests: Sequence[int],
+    ) -> None:
+        """Let the next steps be plain ones if these rows draft. If not, each drafts as many tokens
+        as all of them would best.
+        """
+        rows, usual = len(states), [state.draft_len or 0 for state in states]
+        mean = sum(alphas) / rows
+        lengths = [0]
+        if not any(usual):
+            lengths = [
+                length
+                for length in range(1, min(longests) + 1)
+                if _length(mean, length) >= max(LEAST_TOKENS, self.settings.min_acceptance_length)
+            ]
+        speed, other = max(
+            ((self._speed(alphas, [length] * rows, ()), length) for length in lengths),
+            default=(0.0, 0),
+        )
+        # What the draft reads before it, or after it.
+        unread = sum(state.unread_tokens for state in states) if other else rows * TRIAL_STEPS
+        reading_ns = self.costs.read_ns(unread)
+        promise = speed / self._speed(alphas, usual, ())
+        reading_steps = reading_ns / self.costs.step_ns(rows, 1.0)
+        if trials.begin(rows, promise, reading_steps, drafts=any(usual)):
+            for state in states:
+                self._try(state, other)
+
+    def _try(self, state: Adaptation, draft_len: int) -> None:
+        self._usual.append((state, state.draft_len, state.reason))
+        state.draft_len, state.reason = draft_len, "measuring"
+
+    def _end_trial(self) -> None:
+        if self.trials is not None:
+            self.trials.end()
+        for state, draft_len, reason in self._usual:
+            state.draft_len, state.reason = draft_len, reason
+        self._usual.clear()
 
     def _settled(
         self,
@@ -484,7 +560,7 @@ class Controller:
         rows = len(states) + len(fixed)
         gain = (SWITCH_GAIN + END_GAIN * len(ending)) / rows
         if _begins_plainly(rows, fixed) and not any(best.draft_lens):
-            gain = 0.0
+            gain = -self._reading_share(rows)
         is_worth_it = best.tokens_per_ns >= kept_speed * (1.0 + gain)
         wanted_ends = self._wants_ends
         has_shown_enough = has_grown or all(state.is_doubtful for state in ending)
@@ -575,7 +651,7 @@ class Controller:
         ]
         worth.sort(key=lambda draft: (-draft[0], draft[2]))
         rows = len(alphas) + len(fixed)
-        least_speed = best.tokens_per_ns * _least_gain(rows, fixed)
+        least_speed = best.tokens_per_ns * self._least_gain(rows, fixed)
         figures = self._figures(rows, max(longest, *fixed, 1))
         # One row alone goes through its lengths in any case.
         for deepest in range(1 if len(alphas) > 1 else longest, longest + 1):
@@ -600,13 +676,14 @@ class Controller:
         """Whether some draft length would pay, if all of so many rows had this acceptance."""
         if fixed:
             alphas = [alpha] * rows
-            least = self._speed(alphas, [0] * rows, fixed) * _least_gain(rows + len(fixed), fixed)
+            least = self._speed(alphas, [0] * rows, fixed)
+            least *= self._least_gain(rows + len(fixed), fixed)
             return any(
                 self._speed(alphas, [length] * rows, fixed) > least
                 for length in range(1, longest + 1)
             )
         step_ns, trust = self.costs.step_ns, self.trust
-        plain_ns = step_ns(rows, 1.0) / _least_gain(rows, ())
+        plain_ns = step_ns(rows, 1.0) / self._least_gain(rows, ())
         drafting_ns, tokens, worth = 0.0, 1.0, trust
         for length in range(1, longest + 1):
             worth *= alpha
@@ -615,6 +692,19 @@ class Controller:
             if tokens * plain_ns > drafting_ns + step_ns(rows, 1.0 + length):
                 return True
         return False
+
+    def _least_gain(self, rows: int, fixed: Sequence[int]) -> float:
+        """The speed with drafts over that without, from which on so many rows begin to draft."""
+        if not _begins_plainly(rows, fixed):
+            return 1.0
+        return (1.0 + BATCH_GAIN) / (1.0 - self._reading_share(rows))
+
+    def _reading_share(self, rows: int) -> float:
+        """What a batch of requests like the recent ones takes to let the draft read their prompts,
+        over the time of plain decoding.
+        """
+        per_token_ns = self.costs.read_ns(self._read / self._written)
+        return min(MOST_READING, per_token_ns * rows / self.costs.step_ns(rows, 1.0))
 
     def _speed(
         self, alphas: Sequence[float], draft_lens: Sequence[int], fixed: Sequence[int]
@@ -663,11 +753,6 @@ def _best_beginning(
 def _begins_plainly(rows: int, fixed: Sequence[int]) -> bool:
     """Whether it is a batch none of whose rows drafts in any case."""
     return rows > 1 and not any(fixed)
-
-
-def _least_gain(rows: int, fixed: Sequence[int]) -> float:
-    """The speed with drafts over that without, from which on so many rows begin to draft."""
-    return 1.0 + BATCH_GAIN if _begins_plainly(rows, fixed) else 1.0
 
 
 def _probe_share(rows: int) -> float:

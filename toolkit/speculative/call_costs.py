@@ -89,6 +89,10 @@ class CallCosts:
         """A block that is rejected, above the token of plain decoding that it gives."""
         return max(0.0, self.step_ns(1, self.probe_len + 1) - self.step_ns(1, 1))
 
+    def read_ns(self, tokens: float) -> float:
+        """0: the draft reads in its calls."""
+        return 0.0
+
     def _scale(self) -> float:
         return self._numbers[SCALE] or 1.0
 

@@ -45,7 +45,7 @@ def measured_costs(
     spent_ns = timer.fill(near)
     lengths = range(max_draft_len + 1)
     figures = timer.figures(lengths)
-    probe = 0.0 if draft is None else timer.probe_ns()
+    probe, reading = (0.0, 0.0) if draft is None else (timer.probe_ns(), timer.reading_ns())
     growth = None
     far = min(FAR_TOKENS, room, near + near * FILL_NS // max(1, spent_ns))
     if far >= 2 * near > 0:
@@ -55,7 +55,7 @@ def measured_costs(
         growth = _growth(figures, there, far - near)
     for engine in timer.engines:
         engine.rewind(range(engine.max_batch_size), [0] * engine.max_batch_size)
-    return StepCosts(figures, probe, context=near, growth=growth)
+    return StepCosts(figures, probe, reading=reading, context=near, growth=growth)
 
 
 Run = Callable[[list[int], int], object]
@@ -185,12 +185,24 @@ class _Timer:
     def probe_ns(self) -> float:
         """Nanoseconds of a probe of one row, in the midst of plain decoding."""
         draft = self.engines[-1]
-        probe, times, clock = _forward(draft), list[int](), self._clock
+        tokens, probe = min(PROBE_TOKENS, draft.max_step_tokens), _forward(draft)
+        return self._among_plain(lambda: probe([0], tokens))
+
+    def reading_ns(self) -> float:
+        """Nanoseconds of a token of a text that the draft reads."""
+        draft = self.engines[-1]
+        text = _zeros(1, max(1, min(self.context, draft.max_step_tokens)))
+        ns = self._among_plain(lambda: float(draft.forward([0], text, last_only=True)[0, 0, 0]))
+        return ns / text.shape[1]
+
+    def _among_plain(self, forward: Callable[[], object]) -> float:
+        """Nanoseconds of a forward of the first row, behind a plain step."""
+        times, clock = list[int](), self._clock
         began = clock()
         while len(times) < 2 or (len(times) < PASSES and clock() - began < self._budget_ns):
             self._verify([0], 1)
             start = clock()
-            probe([0], min(PROBE_TOKENS, draft.max_step_tokens))
+            forward()
             times.append(clock() - start)
             self._rewind([0])
         return float(statistics.median(times))

@@ -8,6 +8,10 @@ So there is a common scale that follows quickly, and each figure follows slowly;
 step after step is slower than expected, or faster, since then it is the machine. Otherwise the
 figures in use would take a part of every change, and look dear or cheap beside those that are not.
 
+But what plain steps and those with drafts take beside each other, which decides, shows only where
+one kind follows the other. There the machine is as fast as the steps before said, so the first ones
+of the other kind correct their figures, and not the scale.
+
 A figure follows the median of what is measured, not the mean, because a step that is preempted
 takes ten times as long and says nothing: whether a step took longer or shorter than expected moves
 the figure by a fixed share, up or down.
@@ -19,6 +23,7 @@ line through both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +34,9 @@ PROBE_STEP = 0.15  # probes are rare, and one that reads a prompt takes longer
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
+# In so many steps behind one of the other kind it moves by so many times as much, and with it those
+# of about as many rows, which were interpolated between the same ones.
+FRESH_STEPS, FRESH_MOVES, FRESH_ROWS = 8, 1.5, 2**0.5
 TREND_STEPS = 8.0  # so many decide whether the machine changes
 FIRST_HOST_NS = 40_000.0  # of a plain step with one row, before one has been measured
 LEAST_HOST_NS = 1_000.0  # so that it grows again when it is needed
@@ -73,11 +81,18 @@ class _Line:
 
 class StepCosts:
     """figures: with `context` tokens in each slot, or fewer. probe: nanoseconds of a probe of one
-    row. growth: what each further token in every slot adds to the figures.
+    row. reading: of a token that the draft reads among many. growth: what each further token in
+    every slot adds to the figures.
     """
 
     def __init__(
-        self, figures: Figures, probe: float, *, context: int = 0, growth: Figures | None = None
+        self,
+        figures: Figures,
+        probe: float,
+        *,
+        reading: float = 0.0,
+        context: int = 0,
+        growth: Figures | None = None,
     ) -> None:
         if growth is None:
             flat = [0.0] * len(figures.first)
@@ -89,13 +104,16 @@ class StepCosts:
         self._further = _Line(figures.further, growth.further)
         self._base_context = context
         self._context = 0.0  # of the last step, beyond that
-        self._probe = probe
+        self._most_rows = len(figures.first) - 1
+        self._probe, self._reading = probe, reading
         # What the host takes of a request alone, and of each one among others: the engine takes
         # most steps of a request alone by itself.
         self._host_alone = self._host = FIRST_HOST_NS
         self._scale = 1.0
         self._trend = 0.0  # from -1, all steps are faster than expected, to 1
-        for rows in range(1, len(figures.first)):
+        self._was_plain: bool | None = None
+        self._steps_of_a_kind = FRESH_STEPS  # one behind another, this one included
+        for rows in range(1, self._most_rows + 1):
             for width in reversed(range(1, len(self._verify))):
                 self._keep_order(width, rows)
 
@@ -127,6 +145,9 @@ class StepCosts:
     def probe_ns(self, rows: int) -> float:
         return self._scale * self._probe * rows
 
+    def read_ns(self, tokens: float) -> float:
+        return self._scale * self._reading * tokens
+
     def note_step(
         self,
         rows: int,
@@ -140,31 +161,48 @@ class StepCosts:
         second one, and so on. context: the mean of the tokens in their slots. host_ns: 0 in a
         burst.
         """
+        is_plain = not drafting
+        if self._was_plain not in (None, is_plain):
+            self._steps_of_a_kind = 0
+        self._was_plain = is_plain
+        self._steps_of_a_kind += 1
         self._context = max(0.0, context - self._base_context)
         width = 1 + sum(drafting) / rows
         is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
-        self._trend += ((1.0 if is_slower else -1.0) - self._trend) / TREND_STEPS
-        moves = max(0.0, 1.0 - 2.0 * abs(self._trend))
+        moves, alike = FRESH_MOVES, self._alike
+        is_fresh = self._steps_of_a_kind <= FRESH_STEPS
+        if not is_fresh:
+            self._trend += ((1.0 if is_slower else -1.0) - self._trend) / TREND_STEPS
+            moves, alike = max(0.0, 1.0 - 2.0 * abs(self._trend)), _only
         below = int(width)
         part = width - below
-        self._verify[below].move(rows, moves * (1.0 - part), up=is_slower)
-        self._keep_order(below, rows)
-        if part:
-            self._verify[below + 1].move(rows, moves * part, up=is_slower)
-            self._keep_order(below + 1, rows)
-        self._scale *= _step(SCALE_STEP, up=is_slower)
-        if drafting:
-            further = drafting[1:]
-            expected = self.draft_ns(drafting[0], 1) + sum(self.draft_ns(n, 2) for n in further)
+        for count in alike(rows):
+            self._verify[below].move(count, moves * (1.0 - part), up=is_slower)
+            self._keep_order(below, count)
+            if part:
+                self._verify[below + 1].move(count, moves * part, up=is_slower)
+                self._keep_order(below + 1, count)
+        if not is_fresh:
+            self._scale *= _step(SCALE_STEP, up=is_slower)
+        # In the first step with drafts the draft reads what it has missed.
+        if drafting and self._steps_of_a_kind > 1:
+            first, *further = drafting
+            expected = self.draft_ns(first, 1) + sum(self.draft_ns(n, 2) for n in further)
             is_slower = draft_ns > expected
-            self._first.move(drafting[0], moves, up=is_slower)
-            for count in set(further):
+            for count in alike(first):
+                self._first.move(count, moves, up=is_slower)
+            for count in {near for deeper in further for near in alike(deeper)}:
                 self._further.move(count, moves, up=is_slower)
         move = _step(HOST_STEP, up=host_ns > self._host_ns(rows, width))
         if rows == 1:
             self._host_alone = max(LEAST_HOST_NS, self._host_alone * move)
         else:
             self._host = max(LEAST_HOST_NS, self._host * move)
+
+    def _alike(self, rows: int) -> range:
+        """About as many rows."""
+        most = self._most_rows
+        return range(math.ceil(rows / FRESH_ROWS), min(most, int(rows * FRESH_ROWS)) + 1)
 
     def _keep_order(self, width: int, rows: int) -> None:
         """A wider forward is no faster. So a figure that was measured in a bad moment cannot make
@@ -183,6 +221,10 @@ class StepCosts:
 
     def note_probe(self, rows: int, probe_ns: int) -> None:
         self._probe *= _step(PROBE_STEP, up=probe_ns > self.probe_ns(rows))
+
+
+def _only(rows: int) -> range:
+    return range(rows, rows + 1)
 
 
 def _step(share: float, *, up: bool) -> float:

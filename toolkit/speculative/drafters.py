@@ -40,6 +40,10 @@ class Drafter(Protocol):
         """Bring the slot up to the sequence `ids`. The slot may already hold its beginning."""
         ...
 
+    def lag(self, row: Sequence) -> int:
+        """How many tokens of the row its slot was not fed."""
+        ...
+
     def propose(self, sequences: Slots[Sequence]) -> None:
         """Append up to draft_room() tokens to each sequence's `drafts`. Every sequence has room for
         at least one token; what its slot was not fed is fed first. A sequence whose draft fails
@@ -95,9 +99,12 @@ class ModelDrafter:
         self._rewind([row.slot], [start])
         return row.ids[start:]
 
+    def lag(self, row: Sequence) -> int:
+        return len(row.ids) - self._valid_tokens[row.slot]
+
     def is_near(self, row: Sequence) -> bool:
         """Whether a forward has room for the tokens that the row's slot was not fed."""
-        return len(row.ids) - self._valid_tokens[row.slot] <= self._engine.max_step_tokens
+        return self.lag(row) <= self._engine.max_step_tokens
 
     def note_burst(self, row: Sequence) -> None:
         """Record what the row's slot holds after a burst, in which the engine fed itself."""
@@ -130,7 +137,7 @@ class ModelDrafter:
 
     def _catch_up(self, rows: list[Sequence], max_lag: int) -> None:
         for row in rows:
-            if len(row.ids) - self._valid_tokens[row.slot] > max_lag:
+            if self.lag(row) > max_lag:
                 self.feed(row.slot, row.ids[:-1])
 
     def _propose_chained(self, engine: ChainingEngine, rows: list[Sequence]) -> None:
@@ -152,7 +159,7 @@ class ModelDrafter:
         """Token by token. rows: the longest drafts first."""
         # All rows have one width: if one cache is two tokens behind, a cache that is one behind
         # gets one token a second time.
-        width = max(len(row.ids) - self._valid_tokens[row.slot] for row in rows)
+        width = max(map(self.lag, rows))
         self._rewind([row.slot for row in rows], [len(row.ids) - width for row in rows])
         tokens = [row.ids[-width:] for row in rows]
         for index in range(rows[0].draft_room()):
@@ -302,6 +309,10 @@ class NgramDrafter:
 
     def feed(self, slot: int, ids: list[int]) -> None:
         self._lookup(slot)
+
+    def lag(self, row: Sequence) -> int:
+        """None: a look-up reads the sequence itself."""
+        return 0
 
     def propose(self, sequences: Slots[Sequence]) -> None:
         for sequence in sequences:

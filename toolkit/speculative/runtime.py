@@ -68,6 +68,7 @@ from toolkit.speculative.sampling import (
 from toolkit.speculative.slots import Slot, choose_place
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
+from toolkit.speculative.trials import TRIAL_STEPS, Trials
 from toolkit.words import AcceptanceChoice, DraftLenReason, FinishReason, RuntimeRule
 
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
@@ -81,7 +82,10 @@ IDLE_S = 0.1
 # steps are so: behind a burst of fewer tokens than the first number, so many steps have none.
 WORTHWHILE_TOKENS, STEPS_WITHOUT_BURST = 8, 16
 # Noting what a step took costs 10 microseconds, and plain decoding has the least of them to spare.
-NOTE_EVERY_PLAIN_STEPS = 4
+# Behind drafts and wide forwards plain steps become faster for a while, since the caches of the
+# processor hold more and more of what they read: the first ones say nothing, the others of a trial
+# are all noted.
+NOTE_EVERY_PLAIN_STEPS, SETTLING_PLAIN_STEPS = 4, 4
 
 
 class QueueFull(RequestError):
@@ -156,7 +160,12 @@ class SpeculativeRuntime:
             if self._costs is None:
                 drafting_engine = draft if drafter is None else None
                 self._costs = measured_costs(target, drafting_engine, self._max_draft_len, clock)
-            self._adaptive = Controller(settings.adaptive, self._costs, self._max_draft_len)
+            self._adaptive = Controller(
+                settings.adaptive,
+                self._costs,
+                self._max_draft_len,
+                trials=Trials(target.max_batch_size),
+            )
 
         schedule = settings.draft_len_schedule
         self._schedule = LoadSchedule(schedule) if schedule else None
@@ -213,7 +222,7 @@ class SpeculativeRuntime:
                 raise RequestError("the runtime is closed")
             if request.request_id in self._open:
                 raise RequestError(
-                    f"request id {request.request_id!r} is already being served",
+                    f"request id {request.request_id!r:.60} is already being served",
                     hint="Send another id.",
                 )
             max_open = self._target.max_batch_size + self.settings.max_queue_size
@@ -549,7 +558,8 @@ class SpeculativeRuntime:
         been read, behind which the host's work begins.
         """
         self._plain_steps = 0 if any(counts) else self._plain_steps + 1
-        if self._plain_steps % NOTE_EVERY_PLAIN_STEPS == 0:
+        is_early = SETTLING_PLAIN_STEPS <= self._plain_steps <= TRIAL_STEPS
+        if is_early or self._plain_steps % NOTE_EVERY_PLAIN_STEPS == 0:
             host_ns = self._clock() - read_ns
             context = sum([row.cached_tokens for row in rows]) / len(rows)
             costs.note_step(len(rows), _drafting(counts), context, draft_ns, verify_ns, host_ns)
@@ -712,8 +722,10 @@ class SpeculativeRuntime:
             controller.note_block(state, count, step.accepted)
             row.noted_tokens = len(row.ids)
             row.target_chances.clear()
-        times = (step.draft_ns, step.verify_ns, 0)
-        self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
+        self._plain_steps = 0 if count else self._plain_steps + 1
+        if not 0 < self._plain_steps < SETTLING_PLAIN_STEPS:
+            times = (step.draft_ns, step.verify_ns, 0)
+            self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
         if row.finish_reason is None and not controller.keeps(1):
             self._choose_draft_lens([row])
         if state.draft_len and before and state.draft_len != before:
@@ -754,6 +766,8 @@ class SpeculativeRuntime:
         states = []
         for row in rows:
             if self._adaptive is not None and row.adaptation is not None and row.adapts:
+                if self._drafter is not None:
+                    row.adaptation.unread_tokens = self._drafter.lag(row)
                 self._adaptive.note_plain(row.adaptation, len(row.ids) - row.noted_tokens)
                 row.noted_tokens = len(row.ids)
                 states.append(row.adaptation)
@@ -882,7 +896,11 @@ class SpeculativeRuntime:
         if sequence in self._running:
             self._running.remove(sequence)
         if self._adaptive is not None and sequence.adaptation is not None:
-            self._adaptive.finish(sequence.adaptation)
+            self._adaptive.finish(
+                sequence.adaptation,
+                prompt_tokens=sequence.prompt_tokens - (sequence.tally.reused_prompt_tokens or 0),
+                output_tokens=len(sequence.ids) - sequence.prompt_tokens,
+            )
         slot, sequence.slot = self._slots[sequence.slot], -1
         self._uses += 1
         slot.held, slot.last_use = sequence.ids[:kept], self._uses if kept else 0

@@ -1,0 +1,81 @@
+"""When running requests try the way of decoding that they do not use: plainly, or with drafts.
+
+The steps that are taken correct their own figures, and the scale that all of them share follows the
+machine (`costs`). So a figure that was timed in a bad moment stays as it is if it keeps itself from
+being used: a batch drafts though that loses, or decodes plainly though drafts would pay. Therefore
+a few steps are now and then taken the other way, and what they take beside those before them
+corrects their figures.
+
+Pure, and only of Python's standard library.
+"""
+
+from __future__ import annotations
+
+__all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
+
+TRIAL_STEPS = 12
+FIRST_INTERVAL, LEAST_INTERVAL = 16, 128  # steps at a load, before its first trial and others
+TRIAL_SHARE = 0.005  # of the time, at most, that trials lose
+MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
+# What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
+# which a step gives fewer tokens than that per row.
+LEAST_PROMISE, LEAST_TOKENS = 0.75, 1.3
+# What a trial may lose, in steps. Drafts of many requests have all their texts to read first.
+MOST_LOST_STEPS = 10.0
+LEAST_ROWS, MOST_ROWS = 0.5, 1.125  # of those when a trial began; else it ends
+
+
+class Trials:
+    """Of one runtime. Loads are told apart by powers of two: one request, 2, up to 4, up to 8."""
+
+    def __init__(self, max_rows: int) -> None:
+        loads = _load(max_rows) + 1
+        self._until = [FIRST_INTERVAL] * loads
+        self._backoff = [1] * loads
+        self._drafts: list[bool | None] = [None] * loads  # what is usual
+        self._left = 0  # steps of the trial
+        self._rows = 0  # when it began
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are taken for a trial now."""
+        return self._left > 0
+
+    def pass_step(self, rows: int) -> bool:
+        """A step of so many rows follows. Returns whether the trial goes on in it."""
+        self._until[_load(rows)] -= 1
+        self._left = max(0, self._left - 1)
+        if not LEAST_ROWS * self._rows <= rows <= MOST_ROWS * self._rows:
+            self._left = 0
+        return self.is_on
+
+    def is_due(self, rows: int) -> bool:
+        """Whether a trial with so many rows may begin."""
+        return not self.is_on and self._until[_load(rows)] <= 0
+
+    def begin(self, rows: int, promise: float, further_steps: float, *, drafts: bool) -> bool:
+        """Begin one with the next step, unless that would cost too much.
+
+        promise: the expected speed over that of the present way. further_steps: how many steps
+        what has to be read for it, or after it, takes. drafts: whether the present way is with
+        drafts.
+        """
+        if promise < LEAST_PROMISE:
+            return False
+        lost = TRIAL_STEPS * max(0.0, 1.0 / promise - 1.0) + further_steps
+        if lost > MOST_LOST_STEPS:
+            return False
+        load = _load(rows)
+        is_settled = drafts == self._drafts[load]
+        backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
+        self._backoff[load], self._drafts[load] = backoff, drafts
+        self._until[load] = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
+        self._left, self._rows = TRIAL_STEPS, rows
+        return True
+
+    def end(self) -> None:
+        self._left = 0
+
+
+def _load(rows: int) -> int:
+    return max(0, rows - 1).bit_length()
