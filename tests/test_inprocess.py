@@ -130,7 +130,7 @@ def test_adaptive_lengths_serve_what_plain_decoding_does(
     served = serve(adaptive, requests)
     assert [each.ids for each in served] == [each.ids for each in serve(plain, requests)]
     for each in served:
-        assert set(each.stats.steps_by_reason) <= {"pays", "acceptance", "load"}
+        assert set(each.stats.steps_by_reason) <= {"pays", "acceptance", "load", "measuring"}
 
 
 def test_a_draft_with_another_tokenizer_is_refused(
