@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.runtimes import (
+    EngineTime,
     Outcome,
     assert_idle,
     make_request,
@@ -362,16 +363,6 @@ def test_a_probe_of_a_batch_looks_at_some_of_its_rows() -> None:
     assert all(outcome.stats.drafted == 0 for outcome in outcomes)
     assert sum(outcome.stats.draft_probes for outcome in outcomes) > PROBED_ROWS
     assert max(rows for rows, _ in draft.forwards) == PROBED_ROWS < MAX_ROWS
-
-
-class EngineTime:
-    """A clock that only forwards move on, in nanoseconds."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
 
 
 class TimedEngine(TableEngine):

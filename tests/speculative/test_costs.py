@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.runtimes import EngineTime
 from tests.support.step_engines import ChainingTableEngine, TableEngine
 from toolkit.interfaces import Chain
 from toolkit.speculative.cost_timer import measured_costs
@@ -21,20 +22,10 @@ def flat_costs() -> StepCosts:
     return StepCosts(Figures(FLAT, *[[0.0] + [100.0] * 4] * 2), 50.0)
 
 
-class Clock:
-    """Nanoseconds that pass only in forwards."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
 class TimedEngine(TableEngine):
     """A forward of [rows, n] tokens takes 1000 + 100 * rows * n nanoseconds."""
 
-    def __init__(self, clock: Clock, **settings: object) -> None:
+    def __init__(self, clock: EngineTime, **settings: object) -> None:
         super().__init__(1, **settings)  # type: ignore[arg-type]
         self._clock = clock
 
@@ -46,7 +37,7 @@ class TimedEngine(TableEngine):
 
 
 def test_the_engines_are_timed_and_left_free() -> None:
-    clock = Clock()
+    clock = EngineTime()
     target = TimedEngine(clock, max_batch_size=6)
     draft = TimedEngine(clock, max_batch_size=6)
     costs = measured_costs(target, draft, 3, clock)
@@ -72,7 +63,7 @@ def test_a_draft_that_chains_is_timed_by_the_chain() -> None:
             clock.now += 650 + 50 * chains[0].count
             return super().forward_chain(chains)
 
-    clock = Clock()
+    clock = EngineTime()
     draft = Chaining(1, max_batch_size=4)
     costs = measured_costs(TimedEngine(clock, max_batch_size=4), draft, 5, clock)
     assert costs.draft_ns(1, 1) == costs.draft_ns(4, 1) == 700
@@ -92,7 +83,7 @@ class ReadingEngine(TimedEngine):
 
 def test_what_is_read_of_the_context_grows_with_it() -> None:
     """By as much as was seen between the two contexts that were timed."""
-    clock = Clock()
+    clock = EngineTime()
     target, draft = (ReadingEngine(clock, max_batch_size=4, max_seq_len=1024) for _ in range(2))
     costs = measured_costs(target, draft, 3, clock)
     for rows, width in ((1, 1), (1, 4), (4, 1), (4, 3)):
@@ -107,7 +98,7 @@ def test_what_is_read_of_the_context_grows_with_it() -> None:
 
 def test_slots_are_not_filled_for_longer_than_stated() -> None:
     """Where prompts take long, engines are timed at one context."""
-    clock = Clock()
+    clock = EngineTime()
 
     class Slow(ReadingEngine):
         def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -122,7 +113,7 @@ def test_slots_are_not_filled_for_longer_than_stated() -> None:
 
 
 def test_drafts_without_an_engine_cost_nothing() -> None:
-    clock = Clock()
+    clock = EngineTime()
     costs = measured_costs(TimedEngine(clock), None, 2, clock)
     assert costs.draft_ns(1, 1) == costs.draft_ns(1, 2) == costs.probe_ns(1) == 0.0
 
@@ -219,7 +210,7 @@ def test_plain_steps_are_timed_when_they_have_settled() -> None:
             clock.now += 10_000 if self.behind_wide <= 6 else 0
             return super().forward(slots, tokens, **options)
 
-    clock = Clock()
+    clock = EngineTime()
     costs = measured_costs(Settling(clock), None, 2, clock)
     assert costs._verify_ns(1, 2) - costs._verify_ns(1, 1) > 10_000
 

@@ -51,6 +51,16 @@ def slow_clock() -> Callable[[], int]:
     return itertools.count(0, RISE_AFTER_NS).__next__
 
 
+class EngineTime:
+    """A clock, in nanoseconds, that only the engines of a test move on."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
 def make_runtime(
     target: StepEngine, draft: StepEngine | None = None, *, max_draft_len: int = 4, **options: Any
 ) -> SpeculativeRuntime:
