@@ -222,6 +222,7 @@ def test_a_draft_that_is_right_again_is_used_again_with_a_whole_cache(kind: str)
     """In the end everything is accepted, which a cache with a hole in it would not give."""
     target, draft = engine(1), FadingDraft(1, max_seq_len=512)
     runtime = adaptive(target, draft)
+    leave_out_trials(runtime)
     request = make_request(PROMPTS[2], 400, **SEEDED.get(kind, {"temperature": 0.9}))
     outcome = Outcome()
 
@@ -233,8 +234,7 @@ def test_a_draft_that_is_right_again_is_used_again_with_a_whole_cache(kind: str)
     while runtime.step():
         pass
     stats = outcome.stats
-    assert list(stats.steps_by_reason)[:2] == ["pays", "acceptance"]
-    assert set(stats.steps_by_reason) <= {"pays", "acceptance", "measuring"}
+    assert list(stats.steps_by_reason) == ["pays", "acceptance"]
     assert stats.draft_probes > 1
     sizes = [len(event.token_ids) for event in outcome.events]
     assert sizes[-12:-2] == [5] * 10
