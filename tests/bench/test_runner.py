@@ -84,8 +84,19 @@ def test_arms_take_turns_on_the_same_prompts_and_the_ratio_is_that_of_the_endpoi
     pairs = list(zip(measured[::2], measured[1::2], strict=True))
     assert all(a["prompt"] == b["prompt"] for a, b in pairs)
     assert all({drafts[2 * i], drafts[2 * i + 1]} == {0, None} for i in range(2 * COUNT))
-    assert 0.2 < sum(drafts[2 * i] == 0 for i in range(2 * COUNT)) / (2 * COUNT) < 0.8
+    plain_first = [drafts[2 * i] == 0 for i in range(2 * COUNT)]
+    assert plain_first.count(True) == COUNT and plain_first != plain_first[:2] * COUNT
     assert [a["prompt"] for a, _ in pairs[:COUNT]] != [f"prompt {i}" for i in range(COUNT)]
+
+
+def test_no_arm_goes_first_in_every_round_of_a_load_whose_block_is_the_round(
+    stub: StubServer, prompts: Path
+) -> None:
+    before = len(stub.log())
+    run(stub, prompts, against_plain=True, concurrency=(4,), rounds=4, max_rounds=4, warm_up=0)
+    drafts = [entry["asked"].get("num_draft_tokens") for entry in stub.log()[before:]]
+    firsts = drafts[:: 2 * COUNT]
+    assert len(firsts) == 4 and firsts[0] != firsts[1] and firsts[2] != firsts[3]
 
 
 def test_no_prompt_is_sent_twice_by_an_arm_and_the_warm_up_is_left_out(

@@ -3,9 +3,10 @@
 Closed loops of 1, 4, 16 and 64 requests at a time, greedy, over the prompts of each YAML, plain and
 speculative in turns. Served: `toolkit bench`, its client on the same machine. In process, for
 engines that this process can run: the same runtime and requests without server and client. Both
-take turns, load by load and seconds apart, so that a machine whose speed wavers favours neither;
-the intervals are over rounds. Good: speculative / plain >= 1 and served / in process >= 0.85 at
-each load. With configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
+take turns, load by load and seconds apart, and in a round each arm goes first once and last once,
+so that a machine whose speed wavers favours neither; the intervals are over rounds. Good:
+speculative / plain >= 1 and served / in process >= 0.85 at each load. With
+configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
         [--loads 1 4 16 64] [--requests 128] [--rounds 4]
@@ -92,7 +93,7 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
     config = load_config(path, changes[1::2])
     rates = {load: Rates() for load in asked.loads}
     if not config.capabilities.in_process:
-        bench([str(path), *changes], asked, asked.loads, rates, asked.rounds)
+        bench([str(path), *changes], asked, asked.loads, rates, len(ARMS) * asked.rounds)
         return rates
     in_process = prepare(config, asked)
     assert config.validation is not None
@@ -102,7 +103,7 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
             for load in asked.loads:
                 ways = [
                     functools.partial(in_process, rates[load], load, turn),
-                    functools.partial(bench, served, asked, [load], rates, 1),
+                    functools.partial(bench, served, asked, [load], rates, len(ARMS)),
                 ]
                 for way in ways if turn % 2 == 0 else reversed(ways):
                     way()
@@ -112,7 +113,9 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
 def prepare(
     config: DeploymentConfig, asked: argparse.Namespace
 ) -> Callable[[Rates, int, int], None]:
-    """What adds the tokens/s of each arm at a load in this process, warm."""
+    """What adds the tokens/s of each arm at a load in this process, warm: the mean of a turn of
+    each and another the other way round.
+    """
     engines = ROOT / "engines" / config.name
     speculation = config.speculation
     runtime = load_runtime(
@@ -130,11 +133,17 @@ def prepare(
     closed_loop(runtime, prompts, max(asked.loads), max(asked.loads), None, asked.max_tokens)
 
     def measured(rates: Rates, load: int, turn: int) -> None:
-        for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
+        order = ARMS if turn % 2 == 0 else ARMS[::-1]
+        tokens, seconds = dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0.0)
+        for arm in [*order, *reversed(order)]:
             draft_len = 0 if arm == "plain" else None
-            rates.in_process[arm].append(
-                closed_loop(runtime, prompts, load, asked.requests, draft_len, asked.max_tokens)
+            began = time.monotonic()
+            tokens[arm] += closed_loop(
+                runtime, prompts, load, asked.requests, draft_len, asked.max_tokens
             )
+            seconds[arm] += time.monotonic() - began
+        for arm in ARMS:
+            rates.in_process[arm].append(tokens[arm] / seconds[arm])
 
     return measured
 
@@ -146,11 +155,11 @@ def closed_loop(
     requests: int,
     draft_len: int | None,
     max_tokens: int,
-) -> float:
-    """Tokens/s of so many requests, `load` of them at a time."""
+) -> int:
+    """The output tokens of so many requests, `load` of them at a time."""
     waiting = deque(range(requests))
     running: dict[int, Outcome] = {}
-    tokens, began = 0, time.monotonic()
+    tokens = 0
     while waiting or running:
         while waiting and len(running) < load:
             index = waiting.popleft()
@@ -165,7 +174,7 @@ def closed_loop(
             if outcome.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"a request failed: {outcome.events[-1].error}")
             tokens += len(outcome.ids)
-    return tokens / (time.monotonic() - began)
+    return tokens
 
 
 def bench(

@@ -1,9 +1,10 @@
 """Put a load on any endpoint, measure it and judge it: `toolkit bench` and the concurrency sweep.
 
 A run has points (one load each), a point has rounds, and in every round each arm gets the same
-prompts in the same order. Arms take turns block by block, in random order, so that drift of the
-machine affects all arms alike. Rounds are added, up to a limit, until the ratio of the arms has the
-stated precision and no gate's interval contains its limit.
+prompts in the same order. Arms take turns block by block, in random order and then the other way
+round, so that neither drift of the machine nor going first favours an arm. Rounds are added, up to
+a limit, until the ratio of the arms has the stated precision and no gate's interval contains its
+limit.
 
 Within an arm, no prompt is sent twice in a run. The warm-up is neither measured nor counted.
 """
@@ -249,6 +250,7 @@ class _Runner:
         self.meters = _meters(arms)
         self._progress = progress
         self._random = random.Random(plan.seed)
+        self._orders = self._in_turns()
         base = [plan.prompts[i % len(plan.prompts)] for i in range(plan.requests)]
         slots = len(plan.loads) * plan.max_rounds
         fresh = uniquely(base, slots * plan.requests + plan.warm_up)
@@ -331,7 +333,7 @@ class _Runner:
         window_ns = dict.fromkeys(sent, 0)
         for start in range(0, len(order), size):
             block = order[start : start + size]
-            for arm in self._random.sample(list(self.arms), len(self.arms)):
+            for arm in next(self._orders):
                 answers = await self._block(
                     arm, load, (number, round_number), [(i, prompts[i]) for i in block], expected
                 )
@@ -345,6 +347,13 @@ class _Runner:
             ordered = sorted(answers, key=lambda answer: answer.index)
             rounds[name] = _Round(ordered[:judged], window_ns[name] / 1e9, lead_in=ordered[judged:])
         return rounds
+
+    def _in_turns(self) -> Iterator[list[Arm]]:
+        """The order of the arms in each block of the run. A load may have one block per round."""
+        while True:
+            order = self._random.sample(list(self.arms), len(self.arms))
+            yield order
+            yield order[::-1]
 
     async def _block(
         self,
