@@ -1,11 +1,11 @@
 """Does speculation pay at every load, and what does serving cost beside the runtime in a process?
 
 Closed loops of 1, 4, 16 and 64 requests at a time, greedy, over the prompts of each YAML, plain and
-speculative in turns. Served: `toolkit bench`, its client on the same machine. In process, for
-engines that this process can run: the same runtime and requests without server and client. Both
-take turns, load by load and seconds apart, and in a round each arm goes first once and last once,
-so that a machine whose speed wavers favours neither; the intervals are over rounds. Good:
-speculative / plain >= 1 and served / in process >= 0.85 at each load. With
+speculative in turns. Served: `toolkit bench`, its client on the same machine; in a round each arm
+goes first once. In process, for engines that this process can run: the same runtime and requests
+without server and client; here the arms take turns many times in a round. Both are measured load by
+load and seconds apart, so that a machine whose speed wavers favours neither; the intervals are over
+rounds. Good: speculative / plain >= 1 and served / in process >= 0.85 at each load. With
 configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from toolkit.triton.process.server import TritonServer
 
 ROOT = Path(__file__).parents[2]
 ARMS = ("plain", "speculative")
+TURN_S = 0.2  # the speed of a machine that others use, too, wavers within seconds
 
 
 @dataclass
@@ -113,39 +114,59 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
 def prepare(
     config: DeploymentConfig, asked: argparse.Namespace
 ) -> Callable[[Rates, int, int], None]:
-    """What adds the tokens/s of each arm at a load in this process, warm: the mean of a turn of
-    each and another the other way round.
-    """
+    """What adds the tokens/s of each arm at a load in this process, warm."""
+    runtimes = {arm: runtime_of(config, asked.requests) for arm in ARMS}
+    assert config.validation is not None
+    codec = runtimes["plain"].codec
+    lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
+    prompts = [codec.encode(json.loads(line)["prompt"]) for line in lines]
+
+    def loop(arm: str, load: int, requests: int) -> Iterator[int]:
+        draft_len = 0 if arm == "plain" else None
+        return closed_loop(runtimes[arm], prompts, load, requests, draft_len, asked.max_tokens)
+
+    most = max(asked.loads)
+    in_turns({arm: loop(arm, most, most) for arm in ARMS})
+
+    def measured(rates: Rates, load: int, turn: int) -> None:
+        order = ARMS if turn % 2 == 0 else ARMS[::-1]
+        measured = in_turns({arm: loop(arm, load, asked.requests) for arm in order})
+        for arm, rate in measured.items():
+            rates.in_process[arm].append(rate)
+
+    return measured
+
+
+def runtime_of(config: DeploymentConfig, max_queue_size: int) -> SpeculativeRuntime:
     engines = ROOT / "engines" / config.name
     speculation = config.speculation
-    runtime = load_runtime(
+    return load_runtime(
         engines / "target",
         engines / "draft",
         threads=config.engine.threads,
         max_draft_len=speculation.max_draft_len,
-        max_queue_size=asked.requests,
+        max_queue_size=max_queue_size,
         draft_len_schedule=list(speculation.draft_len_by_load.items()),
         adaptive=speculation.adaptive_settings,
     )
-    assert config.validation is not None
-    lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
-    prompts = [runtime.codec.encode(json.loads(line)["prompt"]) for line in lines]
-    closed_loop(runtime, prompts, max(asked.loads), max(asked.loads), None, asked.max_tokens)
 
-    def measured(rates: Rates, load: int, turn: int) -> None:
-        order = ARMS if turn % 2 == 0 else ARMS[::-1]
-        tokens, seconds = dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0.0)
-        for arm in [*order, *reversed(order)]:
-            draft_len = 0 if arm == "plain" else None
-            began = time.monotonic()
-            tokens[arm] += closed_loop(
-                runtime, prompts, load, asked.requests, draft_len, asked.max_tokens
-            )
-            seconds[arm] += time.monotonic() - began
-        for arm in ARMS:
-            rates.in_process[arm].append(tokens[arm] / seconds[arm])
 
-    return measured
+def in_turns(loops: dict[str, Iterator[int]]) -> dict[str, float]:
+    """Tokens/s of each loop. They take turns of TURN_S, each with a clock of its own."""
+    tokens, seconds = dict.fromkeys(loops, 0), dict.fromkeys(loops, 0.0)
+    running = dict(loops)
+    while running:
+        for arm, loop in list(running.items()):
+            began = now = time.monotonic()
+            while now - began < TURN_S and arm in running:
+                ended = next(loop, None)
+                if ended is None:
+                    del running[arm]
+                else:
+                    tokens[arm] += ended
+                now = time.monotonic()
+            seconds[arm] += now - began
+    return {arm: tokens[arm] / seconds[arm] for arm in loops}
 
 
 def closed_loop(
@@ -155,11 +176,12 @@ def closed_loop(
     requests: int,
     draft_len: int | None,
     max_tokens: int,
-) -> int:
-    """The output tokens of so many requests, `load` of them at a time."""
+) -> Iterator[int]:
+    """Take so many requests, `load` of them at a time. Yields after each step the output tokens of
+    those that it ended.
+    """
     waiting = deque(range(requests))
     running: dict[int, Outcome] = {}
-    tokens = 0
     while waiting or running:
         while waiting and len(running) < load:
             index = waiting.popleft()
@@ -169,12 +191,13 @@ def closed_loop(
             )
             runtime.submit(request, outcome.events.append)
         runtime.step()
+        tokens = 0
         for index in [index for index, outcome in running.items() if outcome.finish_reason]:
             outcome = running.pop(index)
             if outcome.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"a request failed: {outcome.events[-1].error}")
             tokens += len(outcome.ids)
-    return tokens
+        yield tokens
 
 
 def bench(
