@@ -99,6 +99,27 @@ def test_no_arm_goes_first_in_every_round_of_a_load_whose_block_is_the_round(
     assert len(firsts) == 4 and firsts[0] != firsts[1] and firsts[2] != firsts[3]
 
 
+def test_lengths_are_drawn_once_for_all_arms_and_rounds(stub: StubServer, prompts: Path) -> None:
+    before = len(stub.log())
+    asked: dict[str, Any] = {"max_tokens": 40, "max_tokens_from": 10}
+    found = run(stub, prompts, against_plain=True, rounds=2, max_rounds=2, **asked)
+    assert found.settings["max_tokens_from"] == "10"
+    lengths: dict[str, set[int]] = {}
+    sent = stub.log()[before:]
+    assert all(entry["asked"]["sampling_param_max_tokens"] == 40 for entry in sent[:4])  # warm-up
+    for entry in sent[4:]:
+        prompt = re.sub(r"^[0-9]+[.] ", "", entry["prompt"])
+        lengths.setdefault(prompt, set()).add(entry["asked"]["sampling_param_max_tokens"])
+    assert len(lengths) == COUNT and all(len(one) == 1 for one in lengths.values())
+    drawn = [length for one in lengths.values() for length in one]
+    assert 10 <= min(drawn) < max(drawn) <= 40 and len(set(drawn)) > COUNT / 3
+
+
+def test_the_shortest_length_is_not_above_the_longest(stub: StubServer, prompts: Path) -> None:
+    with pytest.raises(UsageError, match="--max-tokens-from 65 is above --max-tokens 64"):
+        run(stub, prompts, max_tokens_from=65)
+
+
 def test_no_prompt_is_sent_twice_by_an_arm_and_the_warm_up_is_left_out(
     stub: StubServer, prompts: Path
 ) -> None:

@@ -5,11 +5,13 @@ speculative in turns. Served: `toolkit bench`, its client on the same machine; i
 goes first once. In process, for engines that this process can run: the same runtime and requests
 without server and client; here the arms take turns many times in a round. Both are measured load by
 load and seconds apart, so that a machine whose speed wavers favours neither; the intervals are over
-rounds. Good: speculative / plain >= 1 and served / in process >= 0.85 at each load. With
+rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
+begin and end together, so that their prompts are read together, which no traffic does. Good:
+speculative / plain >= 1 and served / in process >= 0.85 at each load. With
 configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
-        [--loads 1 4 16 64] [--requests 128] [--rounds 4]
+        [--loads 1 4 16 64] [--requests 128] [--rounds 4] [--max-tokens-from 32] [--max-tokens 96]
 
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
 the highest load has, under the name loads-NAME; another build of the same takes a second. The
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -68,7 +71,8 @@ def main() -> int:
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens-from", type=int, default=32)
     asked = parser.parse_args()
     results = {}
     for path in asked.configs or [ROOT / "configs" / "quickstart.yaml"]:
@@ -76,7 +80,7 @@ def main() -> int:
         rates = measure(path, changes, asked)
         results[path.stem] = {load: row.__dict__ for load, row in rates.items()}
         show(path.stem, rates)
-    names = ("changes", "requests", "rounds", "max_tokens")
+    names = ("changes", "requests", "rounds", "max_tokens_from", "max_tokens")
     settings = {name: getattr(asked, name) for name in names}
     print(json.dumps({"benchmark": "loads", **settings, **facts(), "results": results}))
     return 0
@@ -121,9 +125,12 @@ def prepare(
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [codec.encode(json.loads(line)["prompt"]) for line in lines]
 
+    draw = random.Random(0)
+    lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in range(asked.requests)]
+
     def loop(arm: str, load: int, requests: int) -> Iterator[int]:
         draft_len = 0 if arm == "plain" else None
-        return closed_loop(runtimes[arm], prompts, load, requests, draft_len, asked.max_tokens)
+        return closed_loop(runtimes[arm], prompts, load, lengths[:requests], draft_len)
 
     most = max(asked.loads)
     in_turns({arm: loop(arm, most, most) for arm in ARMS})
@@ -173,21 +180,20 @@ def closed_loop(
     runtime: SpeculativeRuntime,
     prompts: Sequence[Sequence[int]],
     load: int,
-    requests: int,
+    lengths: Sequence[int],
     draft_len: int | None,
-    max_tokens: int,
 ) -> Iterator[int]:
-    """Take so many requests, `load` of them at a time. Yields after each step the output tokens of
-    those that it ended.
+    """Take requests of so many output tokens, `load` of them at a time. Yields after each step the
+    output tokens of those that it ended.
     """
-    waiting = deque(range(requests))
+    waiting = deque(range(len(lengths)))
     running: dict[int, Outcome] = {}
     while waiting or running:
         while waiting and len(running) < load:
             index = waiting.popleft()
             outcome = running[index] = Outcome()
             request = make_request(
-                prompts[index % len(prompts)], max_tokens, str(index), draft_len=draft_len
+                prompts[index % len(prompts)], lengths[index], str(index), draft_len=draft_len
             )
             runtime.submit(request, outcome.events.append)
         runtime.step()
@@ -215,6 +221,7 @@ def bench(
             *what,
             *("--concurrency", ",".join(map(str, loads))),
             *("--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)),
+            *("--max-tokens-from", str(asked.max_tokens_from)),
             *("--rounds", str(rounds), "--max-rounds", str(rounds)),
             *("--out", str(out)),
         )

@@ -113,7 +113,7 @@ def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int
             f"the runs have no load in common: {loads}",
             hint="Run both with the same --concurrency or --rate.",
         )
-    for name in ("max_tokens", "temperature"):
+    for name in ("max_tokens", "max_tokens_from", "temperature"):
         if a.settings.get(name) != b.settings.get(name):
             detail = f"{name} differs: {a.settings.get(name)} and {b.settings.get(name)}"
             findings.append(Finding("settings", "warning", detail))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import platform
+import random
 import resource
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,8 +43,9 @@ METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: HTTP or gRPC -
 class BenchOptions:
     """The options of `toolkit bench`. gates and goodput are text that has not been parsed yet.
 
-    max_prompts: of the file, from its first. lead_in: as in `Load`. chat: the checkpoint whose
-    template writes messages for endpoints that take text. alone: `Arm.alone` of the arms
+    max_tokens_from: each request has a number of output tokens from this one to `max_tokens`, drawn
+    evenly. max_prompts: of the file, from its first. lead_in: as in `Load`. chat: the checkpoint
+    whose template writes messages for endpoints that take text. alone: `Arm.alone` of the arms
     `baseline` and `served`, if these are servers of ours.
     """
 
@@ -53,6 +55,7 @@ class BenchOptions:
     baseline: str | None = None
     against_plain: bool = False
     max_tokens: int = 64
+    max_tokens_from: int | None = None
     temperature: float = 0.0
     concurrency: tuple[int, ...] = ()
     rate: float | None = None
@@ -232,12 +235,24 @@ def _plan(options: BenchOptions) -> Plan:
         requests=requests,
         rounds=rounds,
         max_rounds=max_rounds,
+        max_tokens=_lengths(options, requests),
         warm_up=options.warm_up,
         precision=options.precision,
         goodput_ms=parse_goodput(options.goodput) if options.goodput else {},
         limits=limits,
         seed=options.seed,
     )
+
+
+def _lengths(options: BenchOptions, requests: int) -> tuple[int, ...]:
+    """The output tokens to ask for, if they differ from request to request."""
+    if options.max_tokens_from is None:
+        return ()
+    if options.max_tokens_from > options.max_tokens:
+        what = f"--max-tokens-from {options.max_tokens_from} is above --max-tokens"
+        raise UsageError(f"{what} {options.max_tokens}", hint="Raise the one or lower the other.")
+    draw = random.Random(options.seed)
+    return tuple(draw.randint(options.max_tokens_from, options.max_tokens) for _ in range(requests))
 
 
 def _check_text(prompts: Sequence[Prompt]) -> None:
@@ -369,6 +384,7 @@ def _settings(url: str, options: BenchOptions, plan: Plan) -> dict[str, str]:
         "url": url,
         "prompts": str(options.prompts),
         "max_tokens": options.max_tokens,
+        **({"max_tokens_from": options.max_tokens_from} if options.max_tokens_from else {}),
         "temperature": options.temperature,
         "requests": plan.requests,
         "rounds": plan.rounds,

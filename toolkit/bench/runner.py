@@ -133,8 +133,8 @@ class Plan:
     """How much is measured.
 
     domains: of the prompts, as toolkit.pipeline.rows reads them; or none. requests: per arm and
-    round. precision: the half width that the interval of the ratio should have, as a share of the
-    ratio.
+    round. max_tokens: of each of them, the same in every arm and round; none: as the arms say.
+    precision: the half width that the interval of the ratio should have, as a share of the ratio.
     """
 
     prompts: tuple[Prompt, ...]
@@ -145,6 +145,7 @@ class Plan:
     warm_up: int = 8
     precision: float = 0.05
     domains: tuple[str, ...] = ()
+    max_tokens: tuple[int, ...] = ()
     goodput_ms: Mapping[str, float] = field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
     seed: int = 0
@@ -363,7 +364,11 @@ class _Runner:
         prompts: Sequence[tuple[int, Prompt]],
         expected: int,
     ) -> list[_Sent]:
-        requests = [arm.transport.prepare(prompt, arm.options) for _, prompt in prompts]
+        asking = [self._asking(arm, index) for index, _ in prompts]
+        requests = [
+            own.transport.prepare(prompt, own.options)
+            for (_, prompt), own in zip(prompts, asking, strict=True)
+        ]
         done = len(self.everything)
 
         def count_one() -> None:
@@ -380,8 +385,10 @@ class _Runner:
                 exchanges, times = await run_open(arm.transport, requests, schedule, count_one)
                 due = list(times)
         answers = [
-            self._read(arm, *where, index, prompt, exchange, due_ns)
-            for (index, prompt), exchange, due_ns in zip(prompts, exchanges, due, strict=True)
+            self._read(own, *where, index, prompt, exchange, due_ns)
+            for own, (index, prompt), exchange, due_ns in zip(
+                asking, prompts, exchanges, due, strict=True
+            )
         ]
         self.everything += answers
         return answers
@@ -393,6 +400,13 @@ class _Runner:
         rounds = max(1, self.plan.rounds - round_number)
         rounds += self.plan.rounds * (len(self.plan.loads) - 1 - point)
         return len(self.everything) + rounds * len(self.arms) * self.plan.requests
+
+    def _asking(self, arm: Arm, index: int) -> Arm:
+        """The arm with the length of this request."""
+        lengths = self.plan.max_tokens
+        if not lengths:
+            return arm
+        return replace(arm, options=replace(arm.options, max_tokens=lengths[index]))
 
     @staticmethod
     def _read(

@@ -128,6 +128,17 @@ def bench_command(
             show_default="64, or the YAML's value",
         ),
     ] = None,
+    max_tokens_from: Annotated[
+        int | None,
+        typer.Option(
+            help=(
+                "Each request asks for a number of output tokens from this one to --max-tokens,"
+                " drawn evenly, so that those that begin together do not end together."
+            ),
+            min=1,
+            show_default="all ask for --max-tokens",
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0.0)
     ] = 0.0,
@@ -204,7 +215,9 @@ def bench_command(
     ] = 0.05,
     seed: Annotated[
         int,
-        typer.Option(help="Seed of the arrival times, the random order and the intervals."),
+        typer.Option(
+            help="Seed of the arrival times, the lengths, the random order and the intervals."
+        ),
     ] = 0,
     overrides: Overrides = None,
     as_json: Json = False,
@@ -231,6 +244,7 @@ def bench_command(
         "protocol": protocol,
         "model": model,
         "baseline": baseline,
+        "max_tokens_from": max_tokens_from,
         "temperature": temperature,
         "concurrency": _levels(concurrency),
         "rate": rate,
