@@ -249,7 +249,9 @@ def test_a_machine_that_drifts_is_remarked_and_asks_for_nothing(prompts_file: Pa
         == []
     )
     (greedy_slower,) = remarks(lambda temperature: 1.5 if temperature == 0 else 1.0)
-    assert "where there is more to do" in greedy_slower and "round to round" not in greedy_slower
+    assert (
+        "though to sample is more work" in greedy_slower and "round to round" not in greedy_slower
+    )
     sent = iter(range(10**6))
     (rounds,) = remarks(lambda temperature: 1.0 if next(sent) < 150 else 1.4)
     assert "from round to round at temperature 0:" in rounds

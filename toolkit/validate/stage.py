@@ -507,8 +507,9 @@ def _late_delivery(measured: Mapping[float, Measured]) -> Iterator[Finding]:
         split = ""
         if delivery.same_clock == judged:
             split = (
-                f" (on the way in, before the server had the request: {delivery.late_in:,}; on the"
-                f" way out, after it had the token: {delivery.late_out:,})"
+                f" (a tenth on the way in alone, before the server had the request:"
+                f" {delivery.late_in:,}; on the way out alone, after it had the token:"
+                f" {delivery.late_out:,}; the others by both together)"
             )
         detail = (
             f"{late:,} of {judged:,} requests ({late / judged:.0%}) got their first token late: a"
@@ -553,8 +554,8 @@ def _drift(measured: Mapping[float, Measured]) -> Iterator[Finding]:
     for temperature, rate in others:
         if rate > (1 + DRIFT) * greedy:
             seen.append(
-                f"{greedy:,.0f} tokens/s at temperature 0 and {rate:,.0f} at {temperature:g}, where"
-                " there is more to do"
+                f"{greedy:,.0f} tokens/s at temperature 0 and {rate:,.0f} at {temperature:g},"
+                " though to sample is more work"
             )
     if seen:
         detail = (
