@@ -795,3 +795,44 @@ def test_adapting_keeps_nearly_all_of_the_best_fixed_length(mix: str, load: int)
 def test_where_the_text_alternates_adapting_beats_every_fixed_length() -> None:
     fixed = [speed("alternating", 4, length) for length in range(LONGEST + 1)]
     assert speed("alternating", 4, None) > max(fixed)
+
+
+def test_steps_in_which_nothing_can_be_due_change_nothing() -> None:
+    """Who asks `rests` first decides and probes in the same steps as who always asks `keeps`."""
+
+    def driven(*, asks_rests: bool) -> tuple[list[tuple[int, str]], int]:
+        decider = controller(trials=Trials(8))
+        decider.expected_acceptance = 0.1
+        draw, states, done, rested = random.Random(0), [decider.begin()], [], 0
+        for step in range(3000):
+            if step % 40 == 0:
+                rows = draw.randint(1, 8)
+                for _ in range(rows - len(states)):
+                    states.append(decider.begin())
+                    decider.join(states[-1], len(states))
+                del states[rows:]
+            if asks_rests and decider.rests(len(states)):
+                rested += 1
+            else:
+                if not decider.keeps(len(states)):
+                    decider.choose(states)
+                    done.append((step, "decides"))
+                if not decider.may_probe():
+                    pass
+                elif any(map(decider.is_probe_due, states)):
+                    decider.note_probe(states[0], [0.1] * PROBE_TOKENS, len(states))
+                    done.append((step, "probes"))
+                else:
+                    decider.await_probes(states)
+            for state in states:
+                if state.draft_len:
+                    accepted = int(draw.random() < 0.1)
+                    decider.note_block(state, state.draft_len, accepted)
+                else:
+                    decider.note_plain(state, 1)
+        return done, rested
+
+    always, _ = driven(asks_rests=False)
+    done, rested = driven(asks_rests=True)
+    assert done == always and {what for _, what in done} == {"decides", "probes"}
+    assert rested > 1500

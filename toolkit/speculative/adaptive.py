@@ -195,6 +195,10 @@ class Controller:
     _steps_since_more: int = 0  # rows than in the step before
     _last_rows: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
+    # Steps with the same rows in which nothing can be due, and those of them that were taken, which
+    # no other count has yet.
+    _rest: int = 0
+    _rested: int = 0
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most.
     _saved_ns: float = math.inf
@@ -261,6 +265,7 @@ class Controller:
 
     def reconsider(self) -> None:
         """Let `keeps` say no for the next step, whatever came before."""
+        self._wake()
         self._is_overdue = True
 
     @property
@@ -310,6 +315,7 @@ class Controller:
         probability that it would have been an accepted draft. rows: of the batch, which decides how
         soon another probe is affordable.
         """
+        self._wake()
         state.probes += 1
         self._saved_ns -= self.costs.probe_ns(1)
         state.plain_tokens = state.misses = 0
@@ -347,10 +353,38 @@ class Controller:
         """Whether a probe is far enough away that one now, beside another row's, saves one."""
         return 2 * state.plain_tokens >= state.probe_after and state.reason == "acceptance"
 
+    def rests(self, rows: int) -> bool:
+        """Whether nothing can be due in the next step, of so many rows. If so, it is counted. True
+        of most steps: what this looks at is little, since a forward has just filled the caches with
+        something else.
+        """
+        if self._rested == self._rest or rows != self._last_rows:
+            return False
+        self._rested += 1
+        return True
+
+    def _wake(self) -> None:
+        """Let `rests` say no for the next step."""
+        self._catch_up()
+        self._rest = 0
+
+    def _catch_up(self) -> None:
+        """Count the steps in which nothing was due."""
+        steps, self._rested = self._rested, 0
+        if steps:
+            self._rest -= steps
+            self._steps_until_decision -= steps
+            self._steps_until_probe -= steps
+            self._steps_since_more += steps
+            self._save(steps * self._income_ns)
+            if self.trials is not None:
+                self.trials.pass_steps(self._last_rows, steps)
+
     def keeps(self, rows: int) -> bool:
         """Whether the next step, of so many rows, goes on with the lengths of the last decision.
-        Ask once per step: deciding takes longer than this.
+        Ask once per step in which `rests` says no: deciding takes longer than this.
         """
+        self._wake()
         self._steps_until_decision -= 1
         self._steps_until_probe -= 1
         self._save(self._income_ns)
@@ -370,6 +404,9 @@ class Controller:
             return False
         if is_awaited and not self._deepest:
             return True  # drafts that begin for a moment are in vain
+        if not more:
+            probe = max(self._steps_until_probe, self._steps_until_paid())
+            self._rest = max(0, min(self._steps_until_decision, probe) - 1)
         return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:
@@ -380,12 +417,21 @@ class Controller:
 
     def can_pay_probe(self) -> bool:
         """Whether enough was saved for the probe of a row."""
+        self._catch_up()
         return self._saved_ns >= self.costs.probe_ns(1)
+
+    def _steps_until_paid(self) -> int:
+        """In how many steps enough is saved for a probe, if costs stay as they are."""
+        lacking_ns = self.costs.probe_ns(1) - self._saved_ns
+        if lacking_ns <= 0:
+            return 0
+        return math.ceil(lacking_ns / self._income_ns) if self._income_ns else self._decide_every
 
     def tokens_until_paid(self) -> int:
         """How many output tokens a request alone decodes plainly until enough is saved for a probe
         (`save_for_probes`).
         """
+        self._catch_up()
         lacking_ns = self.costs.probe_ns(1) - self._saved_ns
         if lacking_ns <= 0:
             return 0
@@ -400,6 +446,7 @@ class Controller:
 
     def await_probes(self, states: Sequence[Adaptation]) -> None:
         """Note when the first probe is due, if each of them gets a token per step."""
+        self._wake()
         self._steps_until_probe = min(
             (
                 state.probe_after - state.plain_tokens
@@ -423,6 +470,7 @@ class Controller:
         """Give a request that joins a running batch the drafts that the last decision would have
         taken, or none if the batch grows. The next one is for all. rows: with this one.
         """
+        self._wake()
         state.chance = state.acceptance
         length, worth = 0, self.trust * state.chance
         is_growing = self._has_outgrown(rows)
@@ -445,6 +493,7 @@ class Controller:
         limit: the longest draft that is allowed now; None: max_draft_len. fixed: the draft lengths
         of further rows of the step, which are not ours to choose.
         """
+        self._wake()
         self._end_trial()
         rows = len(states) + len(fixed)
         longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)

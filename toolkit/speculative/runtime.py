@@ -756,6 +756,8 @@ class SpeculativeRuntime:
         """
         if self._adaptive is None or all(row.adaptation is None for row in rows):
             return
+        if self._adaptive.rests(len(rows)):
+            return
         if not self._adaptive.keeps(len(rows)):
             self._choose_draft_lens(rows)
         if self._adaptive.may_probe():

@@ -49,6 +49,10 @@ class Trials:
             self._left = 0
         return self.is_on
 
+    def pass_steps(self, rows: int, steps: int) -> None:
+        """So many steps of so many rows were taken, while no trial was on."""
+        self._until[_load(rows)] -= steps
+
     def is_due(self, rows: int) -> bool:
         """Whether a trial with so many rows may begin."""
         return not self.is_on and self._until[_load(rows)] <= 0
