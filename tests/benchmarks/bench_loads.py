@@ -124,7 +124,6 @@ def prepare(
     codec = runtimes["plain"].codec
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [codec.encode(json.loads(line)["prompt"]) for line in lines]
-
     draw = random.Random(0)
     lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in range(asked.requests)]
 
@@ -133,12 +132,12 @@ def prepare(
         return closed_loop(runtimes[arm], prompts, load, lengths[:requests], draft_len)
 
     most = max(asked.loads)
-    in_turns({arm: loop(arm, most, most) for arm in ARMS})
+    rates_in_turns({arm: loop(arm, most, most) for arm in ARMS})
 
     def measured(rates: Rates, load: int, turn: int) -> None:
         order = ARMS if turn % 2 == 0 else ARMS[::-1]
-        measured = in_turns({arm: loop(arm, load, asked.requests) for arm in order})
-        for arm, rate in measured.items():
+        found = rates_in_turns({arm: loop(arm, load, asked.requests) for arm in order})
+        for arm, rate in found.items():
             rates.in_process[arm].append(rate)
 
     return measured
@@ -158,7 +157,7 @@ def runtime_of(config: DeploymentConfig, max_queue_size: int) -> SpeculativeRunt
     )
 
 
-def in_turns(loops: dict[str, Iterator[int]]) -> dict[str, float]:
+def rates_in_turns(loops: dict[str, Iterator[int]]) -> dict[str, float]:
     """Tokens/s of each loop. They take turns of TURN_S, each with a clock of its own."""
     tokens, seconds = dict.fromkeys(loops, 0), dict.fromkeys(loops, 0.0)
     running = dict(loops)

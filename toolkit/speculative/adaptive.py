@@ -364,15 +364,9 @@ class Controller:
         return True
 
     def _wake(self) -> None:
-        """Let `rests` say no for the next step."""
-        self._catch_up()
-        self._rest = 0
-
-    def _catch_up(self) -> None:
-        """Count the steps in which nothing was due."""
-        steps, self._rested = self._rested, 0
+        """Let `rests` say no for the next step, and count those in which nothing was due."""
+        steps, self._rest, self._rested = self._rested, 0, 0
         if steps:
-            self._rest -= steps
             self._steps_until_decision -= steps
             self._steps_until_probe -= steps
             self._steps_since_more += steps
@@ -405,8 +399,9 @@ class Controller:
         if is_awaited and not self._deepest:
             return True  # drafts that begin for a moment are in vain
         if not more:
-            probe = max(self._steps_until_probe, self._steps_until_paid())
-            self._rest = max(0, min(self._steps_until_decision, probe) - 1)
+            until_paid = math.ceil(self._lacking_ns() / self._income_ns)
+            until_probe = max(self._steps_until_probe, until_paid)
+            self._rest = max(0, min(self._steps_until_decision, until_probe) - 1)
         return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:
@@ -417,25 +412,16 @@ class Controller:
 
     def can_pay_probe(self) -> bool:
         """Whether enough was saved for the probe of a row."""
-        self._catch_up()
-        return self._saved_ns >= self.costs.probe_ns(1)
+        return self._lacking_ns() == 0.0
 
-    def _steps_until_paid(self) -> int:
-        """In how many steps enough is saved for a probe, if costs stay as they are."""
-        lacking_ns = self.costs.probe_ns(1) - self._saved_ns
-        if lacking_ns <= 0:
-            return 0
-        return math.ceil(lacking_ns / self._income_ns) if self._income_ns else self._decide_every
+    def _lacking_ns(self) -> float:
+        return max(0.0, self.costs.probe_ns(1) - self._saved_ns)
 
     def tokens_until_paid(self) -> int:
         """How many output tokens a request alone decodes plainly until enough is saved for a probe
         (`save_for_probes`).
         """
-        self._catch_up()
-        lacking_ns = self.costs.probe_ns(1) - self._saved_ns
-        if lacking_ns <= 0:
-            return 0
-        return math.ceil(lacking_ns / (PROBE_SHARE_ALONE * self.costs.step_ns(1, 1)))
+        return math.ceil(self._lacking_ns() / (PROBE_SHARE_ALONE * self.costs.step_ns(1, 1)))
 
     def save_for_probes(self, plain_ns: int) -> None:
         """Plain decoding took so long, where no steps are counted (`keeps`)."""
