@@ -797,12 +797,18 @@ def test_where_the_text_alternates_adapting_beats_every_fixed_length() -> None:
     assert speed("alternating", 4, None) > max(fixed)
 
 
-def test_steps_in_which_nothing_can_be_due_change_nothing() -> None:
-    """Who asks `rests` first decides and probes in the same steps as who always asks `keeps`."""
+@pytest.mark.parametrize(
+    ("chance", "least_rested", "kinds"),
+    [(0.1, 1500, {"decides", "probes"}), (0.7, 1000, {"decides", "tries"})],
+)
+def test_steps_in_which_nothing_can_be_due_change_nothing(
+    chance: float, least_rested: int, kinds: set[str]
+) -> None:
+    """Who asks `rests` first does the same in the same steps as who always asks `keeps`."""
 
     def driven(*, asks_rests: bool) -> tuple[list[tuple[int, str]], int]:
         decider = controller(trials=Trials(8))
-        decider.expected_acceptance = 0.1
+        decider.expected_acceptance = chance
         draw, states, done, rested = random.Random(0), [decider.begin()], [], 0
         for step in range(3000):
             if step % 40 == 0:
@@ -816,17 +822,17 @@ def test_steps_in_which_nothing_can_be_due_change_nothing() -> None:
             else:
                 if not decider.keeps(len(states)):
                     decider.choose(states)
-                    done.append((step, "decides"))
+                    done.append((step, "tries" if decider.is_trying else "decides"))
                 if not decider.may_probe():
                     pass
                 elif any(map(decider.is_probe_due, states)):
-                    decider.note_probe(states[0], [0.1] * PROBE_TOKENS, len(states))
+                    decider.note_probe(states[0], [chance] * PROBE_TOKENS, len(states))
                     done.append((step, "probes"))
                 else:
                     decider.await_probes(states)
             for state in states:
                 if state.draft_len:
-                    accepted = int(draw.random() < 0.1)
+                    accepted = int(draw.random() < chance)
                     decider.note_block(state, state.draft_len, accepted)
                 else:
                     decider.note_plain(state, 1)
@@ -834,5 +840,5 @@ def test_steps_in_which_nothing_can_be_due_change_nothing() -> None:
 
     always, _ = driven(asks_rests=False)
     done, rested = driven(asks_rests=True)
-    assert done == always and {what for _, what in done} == {"decides", "probes"}
-    assert rested > 1500
+    assert done == always and {what for _, what in done} >= kinds
+    assert rested > least_rested
