@@ -20,7 +20,9 @@ from toolkit.speculative.adaptive import (
     DECIDE_EVERY_IDLE_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
+    GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
+    PERFECT_ACCEPTANCE,
     PRIOR_REQUESTS,
     PROBE_TOKENS,
     STALE_TOKENS,
@@ -252,7 +254,19 @@ def test_a_dear_probe_waits_until_it_is_a_small_share_of_the_time() -> None:
 
 def test_first_probes_of_many_short_texts_take_a_small_share_of_the_time() -> None:
     """Each of them is due after eight tokens, long before it has saved up for one by itself."""
-    decider, spent, passed = controller(Costs(probe=2.0)), 0.0, 0.0
+    assert 0.005 < share_of_probes(Costs(probe=2.0)) < 0.015
+
+
+def test_where_perfect_drafts_would_gain_little_probes_take_less_time() -> None:
+    costs = Costs(tuple(1.0 + 0.82 * width for width in range(LONGEST + 1)), probe=2.0)
+    perfect = controller(costs)._gain(PERFECT_ACCEPTANCE, 4, LONGEST, ())
+    assert 0.0 < perfect < 0.5 * GAIN_WORTH_PROBING
+    assert 0.0 < share_of_probes(costs) < 0.5 * share_of_probes(Costs(probe=2.0))
+
+
+def share_of_probes(costs: Costs) -> float:
+    """Of the time of many short texts, four at a time, that no draft gets right."""
+    decider, spent, passed = controller(costs), 0.0, 0.0
     decider.expected_acceptance = 0.1
     for _ in range(200):
         states = [decider.begin() for _ in range(4)]
@@ -268,7 +282,7 @@ def test_first_probes_of_many_short_texts_take_a_small_share_of_the_time() -> No
                 spent += decider.costs.probe_ns(4)
                 for state in states:
                     decider.note_probe(state, [0.0] * PROBE_TOKENS, 4)
-    assert 0.005 * passed < spent < 0.015 * passed
+    return spent / passed
 
 
 def test_nothing_is_probed_at_a_load_where_no_draft_pays() -> None:
@@ -409,7 +423,9 @@ def test_whether_a_draft_would_pay_is_what_the_speeds_say(
     best = max(speeds)
     least = plain * (1.0 if rows == 1 else 1.0 + BATCH_GAIN)
     assume(abs(best - least) > 1e-9 * plain)
-    assert decider._would_pay(alpha, rows, longest, ()) == (best > least)
+    gain = decider._gain(alpha, rows, longest, ())
+    assert gain == pytest.approx(best / least - 1.0)
+    assert (gain > 0.0) == (best > least)
 
 
 @pytest.mark.parametrize(("gain", "begins"), [(0.5 * BATCH_GAIN, False), (2 * BATCH_GAIN, True)])

@@ -22,7 +22,8 @@ tokens that the target wrote, and what it would have proposed at each of them is
 one forward of the draft and none of the target. After a probe that fails the next one comes later,
 and never so soon that its probes take more than a share of the time (PROBE_SHARE). All requests of
 a batch together save up for their probes, since the first ones of many short texts would take more
-than that. Where even perfect drafts would not pay, as at high load, nothing is probed.
+than that. Where even perfect drafts would gain little, the share is smaller, too, and where they
+would not pay, as at high load, nothing is probed.
 
 Pure, and only of Python's standard library: costs are an argument, and there is no clock.
 """
@@ -72,6 +73,9 @@ PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while 
 # Of the time of plain decoding, at most: of a request alone, and of a batch, where each also learns
 # from what the others showed.
 PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.005
+# That is the share where perfect drafts would gain so much beside what they have to. Where they
+# would gain less it falls in proportion, down to so much of it, since costs are not known exactly.
+GAIN_WORTH_PROBING, LEAST_PROBING = 0.2, 0.125
 # That are probed at a time: each also learns from what the others showed, and a draft that has not
 # read a prompt yet reads all of it.
 PROBED_ROWS = 4
@@ -202,6 +206,7 @@ class Controller:
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most.
     _saved_ns: float = math.inf
+    _perfect_gain: float = math.inf  # see _gain; inf: not known
     _income_ns: float = 0.0
     _purse_ns: float = math.inf
     # Of the last decision: its rows, its longest draft, the worth of the least draft token that it
@@ -421,11 +426,15 @@ class Controller:
         """How many output tokens a request alone decodes plainly until enough is saved for a probe
         (`save_for_probes`).
         """
-        return math.ceil(self._lacking_ns() / (PROBE_SHARE_ALONE * self.costs.step_ns(1, 1)))
+        return math.ceil(self._lacking_ns() / (self._probing_share(1) * self.costs.step_ns(1, 1)))
 
     def save_for_probes(self, plain_ns: int) -> None:
         """Plain decoding took so long, where no steps are counted (`keeps`)."""
-        self._save(PROBE_SHARE_ALONE * plain_ns)
+        self._save(self._probing_share(1) * plain_ns)
+
+    def _probing_share(self, rows: int) -> float:
+        worth = self._perfect_gain / GAIN_WORTH_PROBING
+        return _probe_share(rows) * min(1.0, max(LEAST_PROBING, worth))
 
     def _save(self, ns: float) -> None:
         self._saved_ns = min(self._saved_ns + ns, self._purse_ns)
@@ -510,12 +519,14 @@ class Controller:
             self._expected -= self._expected / IDLE_DECISIONS
             self._accepted -= self._accepted / IDLE_DECISIONS
         self._least_worth, self._why_not = math.inf, "acceptance"
+        self._perfect_gain = math.inf
         for state, alpha, draft_len in zip(states, alphas, best.draft_lens, strict=True):
             is_too_short = _length(alpha, longest) < self.settings.min_acceptance_length
             length = 0 if is_too_short else draft_len
             if length == 0 and is_loaded is None:
                 perfect = max(PERFECT_ACCEPTANCE, *alphas)
-                is_loaded = not self._would_pay(perfect, len(states), longest, fixed)
+                self._perfect_gain = self._gain(perfect, len(states), longest, fixed)
+                is_loaded = self._perfect_gain <= 0.0
                 self._why_not = "load" if is_loaded else "acceptance"
             if length:
                 self._least_worth = min(self._least_worth, self.trust * alpha**length)
@@ -626,7 +637,7 @@ class Controller:
         longer = min(factor * self._decide_every, most)
         self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision, self._is_overdue = self._decide_every, False
-        self._income_ns = _probe_share(self._rows) * self.costs.step_ns(self._rows, 1)
+        self._income_ns = self._probing_share(self._rows) * self.costs.step_ns(self._rows, 1)
         self._purse_ns = PURSE_PROBES * self.costs.probe_ns(min(self._rows, PROBED_ROWS))
         self.await_probes(states)
 
@@ -676,7 +687,7 @@ class Controller:
         best = _Plan([0] * len(alphas), self._speed(alphas, [0] * len(alphas), fixed))
         longest = max(longests, default=0)
         # Where no length would pay if all rows were like the best one, none does.
-        if not alphas or not self._would_pay(max(alphas), len(alphas), longest, fixed):
+        if not alphas or self._gain(max(alphas), len(alphas), longest, fixed) <= 0.0:
             return best
         trust = self.trust
         worth = [
@@ -707,26 +718,26 @@ class Controller:
         ]
         return draft_ns, [self.costs.step_ns(rows, float(width)) for width in range(1, longest + 2)]
 
-    def _would_pay(self, alpha: float, rows: int, longest: int, fixed: Sequence[int]) -> bool:
-        """Whether some draft length would pay, if all of so many rows had this acceptance."""
+    def _gain(self, alpha: float, rows: int, longest: int, fixed: Sequence[int]) -> float:
+        """What the best draft length would gain, if all of so many rows had this acceptance, beside
+        the speed that it has to have. Not above 0: no length pays.
+        """
         if fixed:
             alphas = [alpha] * rows
             least = self._speed(alphas, [0] * rows, fixed)
             least *= self._least_gain(rows + len(fixed), fixed)
-            return any(
-                self._speed(alphas, [length] * rows, fixed) > least
-                for length in range(1, longest + 1)
-            )
+            lengths = range(1, longest + 1)
+            speeds = (self._speed(alphas, [length] * rows, fixed) for length in lengths)
+            return max(speeds, default=0.0) / least - 1.0
         step_ns, trust = self.costs.step_ns, self.trust
         plain_ns = step_ns(rows, 1.0) / self._least_gain(rows, ())
-        drafting_ns, tokens, worth = 0.0, 1.0, trust
+        best, drafting_ns, tokens, worth = 0.0, 0.0, 1.0, trust
         for length in range(1, longest + 1):
             worth *= alpha
             tokens += worth
             drafting_ns += self.costs.draft_ns(rows, length)
-            if tokens * plain_ns > drafting_ns + step_ns(rows, 1.0 + length):
-                return True
-        return False
+            best = max(best, tokens / (drafting_ns + step_ns(rows, 1.0 + length)))
+        return best * plain_ns - 1.0
 
     def _least_gain(self, rows: int, fixed: Sequence[int]) -> float:
         """The speed with drafts over that without, from which on so many rows begin to draft."""

@@ -15,7 +15,7 @@ __all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
 
 TRIAL_STEPS = 12
 FIRST_INTERVAL, LEAST_INTERVAL = 16, 128  # steps at a load, before its first trial and others
-TRIAL_SHARE = 0.005  # of the time, at most, that trials lose
+TRIAL_SHARE = 0.0025  # of the time, at most, that trials lose
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
 # which a step gives fewer tokens than that per row.
