@@ -470,6 +470,7 @@ def test_a_batch_that_decodes_plainly_begins_no_drafts_for_a_moment_with_fewer_r
     for _ in range(DECIDE_EVERY_IDLE_STEPS):
         decider.keeps(4)
     assert not decider.keeps(4)
+    decider.reconsider()  # as a probe does
     assert all(decider.keeps(1) for _ in range(AWAIT_STEPS_PLAIN))
     assert not decider.keeps(1)
 

@@ -57,7 +57,7 @@ SWITCH_GAIN, END_GAIN = 0.015, 0.02
 BATCH_GAIN, MOST_READING = 0.015, 0.9
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 128
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # A request that ends is often followed by another, and then nothing has changed: so many steps. A
 # batch that does not draft begins anew with few rows, which would draft in vain: then more steps.
@@ -194,7 +194,7 @@ class Controller:
     _finished: int = 0
     _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
     _steps_until_decision: int = 0
-    _is_overdue: bool = False  # even where more rows are awaited
+    _is_overdue: bool = False  # even where rows that draft await more of them
     _steps_at_lower_load: int = 0
     _steps_since_more: int = 0  # rows than in the step before
     _last_rows: int = 0
@@ -269,7 +269,7 @@ class Controller:
         self.expected_acceptance += (rate - expected) / (1 + self._finished)
 
     def reconsider(self) -> None:
-        """Let `keeps` say no for the next step, whatever came before."""
+        """Let `keeps` say no for the next step, unless rows that decode plainly await others."""
         self._wake()
         self._is_overdue = True
 
@@ -399,10 +399,10 @@ class Controller:
             was_on = self.trials.is_on
             if self.trials.pass_step(rows) or was_on:
                 return self.trials.is_on
-        if self._is_overdue:
-            return False
         if is_awaited and not self._deepest:
             return True  # drafts that begin for a moment are in vain
+        if self._is_overdue:
+            return False
         if not more:
             until_paid = math.ceil(self._lacking_ns() / self._income_ns)
             until_probe = max(self._steps_until_probe, until_paid)
