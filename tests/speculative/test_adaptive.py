@@ -258,10 +258,35 @@ def test_first_probes_of_many_short_texts_take_a_small_share_of_the_time() -> No
 
 
 def test_where_perfect_drafts_would_gain_little_probes_take_less_time() -> None:
-    costs = Costs(tuple(1.0 + 0.82 * width for width in range(LONGEST + 1)), probe=2.0)
-    perfect = controller(costs)._gain(PERFECT_ACCEPTANCE, 4, LONGEST, ())
+    perfect = controller(LITTLE_GAIN)._gain(PERFECT_ACCEPTANCE, 4, LONGEST, ())
     assert 0.0 < perfect < 0.5 * GAIN_WORTH_PROBING
-    assert 0.0 < share_of_probes(costs) < 0.5 * share_of_probes(Costs(probe=2.0))
+    assert 0.0 < share_of_probes(LITTLE_GAIN) < 0.5 * share_of_probes(Costs(probe=2.0))
+
+
+def test_what_drafts_for_one_load_is_saved_for_probes_in_full_again() -> None:
+    decider = controller(LITTLE_GAIN)
+    chosen(decider, *(Adaptation(100.0, 1000.0) for _ in range(4)))
+    little = decider._income_ns
+    decider.costs = Costs(probe=2.0)
+    decider.reconsider()
+    assert all(chosen(decider, *(Adaptation(900.0, 1000.0) for _ in range(4))))
+    assert little / LITTLE_GAIN.step_ns(4, 1) < 0.5 * decider._income_ns / Costs().step_ns(4, 1)
+
+
+def test_only_what_will_soon_be_paid_for_is_looked_at() -> None:
+    """What a sampled token's chances were is computed for probes, and takes time."""
+    decider = controller(Costs(probe=2.0))
+    state = decider.begin()
+    run_of(decider, state, nothing, OFF_STEPS)
+    state.plain_tokens = state.probe_after
+    assert state.reason == "acceptance" and decider.is_probe_near(state, 0)
+    for steps, is_near in ((PROBE_TOKENS - 1, True), (PROBE_TOKENS + 1, False)):
+        decider._saved_ns = decider.costs.probe_ns(1) - steps * decider._income_ns
+        assert decider.is_probe_near(state, 0) == is_near
+
+
+# Drafts that are always right gain a batch six per cent.
+LITTLE_GAIN = Costs(tuple(1.0 + 0.82 * width for width in range(LONGEST + 1)), probe=2.0)
 
 
 def share_of_probes(costs: Costs) -> float:
@@ -411,19 +436,21 @@ def test_a_new_request_without_drafts_is_no_reason_to_decide_more_often() -> Non
     rows=st.integers(1, 16),
     longest=st.integers(1, LONGEST),
     verify=st.floats(0.1, 1.0),
+    fixed=st.lists(st.integers(0, LONGEST), max_size=3),
 )
 def test_whether_a_draft_would_pay_is_what_the_speeds_say(
-    alpha: float, rows: int, longest: int, verify: float
+    alpha: float, rows: int, longest: int, verify: float, fixed: list[int]
 ) -> None:
     """Rows that are alike are compared by a shorter way."""
     costs = Costs(tuple(1.0 + verify * width for width in range(LONGEST + 1)), per_row=0.3)
     decider = controller(costs)
-    plain = decider._speed([alpha] * rows, [0] * rows, ())
-    speeds = [decider._speed([alpha] * rows, [k] * rows, ()) for k in range(1, longest + 1)]
+    plain = decider._speed([alpha] * rows, [0] * rows, fixed)
+    speeds = [decider._speed([alpha] * rows, [k] * rows, fixed) for k in range(1, longest + 1)]
     best = max(speeds)
-    least = plain * (1.0 if rows == 1 else 1.0 + BATCH_GAIN)
+    begins = rows + len(fixed) > 1 and not any(fixed)
+    least = plain * (1.0 + BATCH_GAIN if begins else 1.0)
     assume(abs(best - least) > 1e-9 * plain)
-    gain = decider._gain(alpha, rows, longest, ())
+    gain = decider._gain(alpha, rows, longest, fixed)
     assert gain == pytest.approx(best / least - 1.0)
     assert (gain > 0.0) == (best > least)
 
@@ -470,7 +497,7 @@ def test_a_batch_that_decodes_plainly_begins_no_drafts_for_a_moment_with_fewer_r
     for _ in range(DECIDE_EVERY_IDLE_STEPS):
         decider.keeps(4)
     assert not decider.keeps(4)
-    decider.reconsider()  # as a probe does
+    decider.reconsider()
     assert all(decider.keeps(1) for _ in range(AWAIT_STEPS_PLAIN))
     assert not decider.keeps(1)
 

@@ -365,6 +365,57 @@ def test_a_probe_of_a_batch_looks_at_some_of_its_rows() -> None:
     assert max(rows for rows, _ in draft.forwards) == PROBED_ROWS < MAX_ROWS
 
 
+def test_a_probe_while_a_request_is_awaited_begins_no_drafts_before_it_is_there() -> None:
+    """Drafts pay for three requests here and not for four. The three would read their prompts in
+    vain if a fourth follows, which it is given some steps for.
+    """
+    verify = [[1000.0 * max(1, rows - 2) ** width for rows in range(5)] for width in range(12)]
+    target, draft = engine(1, max_batch_size=4), engine(1, max_batch_size=4)
+    runtime = adaptive(target, draft, costs=still(Figures(verify, *[[10.0] * 5] * 2)))
+    leave_out_trials(runtime)
+    controller = runtime._adaptive
+    assert controller is not None
+    outcomes = [Outcome() for _ in range(4)]
+    for index, outcome in enumerate(outcomes):
+        length = 30 if index == 3 else 200
+        runtime.submit(make_request(PROMPTS[index], length, str(index)), outcome.events.append)
+    while outcomes[3].finish_reason is None:
+        runtime.step()
+    states = [row.adaptation for row in runtime._running]
+    assert len(states) == 3 and {state.draft_len for state in states if state} == {0}
+    for state in states:
+        assert state is not None
+        state.reason, state.plain_tokens, state.probe_after = "acceptance", 50, 1
+    controller._steps_until_probe, controller._saved_ns = 0, 1e9
+    controller._wake()
+    for _ in range(AWAIT_STEPS_PLAIN - 2):
+        runtime.step()
+    assert all(state.probes for state in states if state)
+    assert {state.draft_len for state in states if state} == {0}
+    for _ in range(4):
+        runtime.step()
+    assert all(state.draft_len for state in states if state)
+    runtime.close()
+
+
+def test_a_request_adapts_behind_one_with_a_length_of_its_own() -> None:
+    runtime = adaptive(engine(1, max_batch_size=2), engine(1, max_batch_size=2))
+    requests = [
+        make_request(PROMPTS[1], 60, "own", draft_len=0),
+        make_request(PROMPTS[2], 60, "adaptive"),
+    ]
+    runtime.submit(requests[0], (own := Outcome()).events.append)
+    runtime.step()
+    runtime.submit(requests[1], (adapted := Outcome()).events.append)
+    keeps = Controller.keeps
+    with mock.patch.object(Controller, "keeps", autospec=True, side_effect=keeps) as asked:
+        while runtime.step():
+            pass
+    assert own.stats.drafted == 0
+    assert asked.call_count > 1
+    assert adapted.stats.drafted > 0
+
+
 class TimedEngine(TableEngine):
     """forward_ns[width]: of a forward of so many tokens per row."""
 

@@ -22,8 +22,8 @@ tokens that the target wrote, and what it would have proposed at each of them is
 one forward of the draft and none of the target. After a probe that fails the next one comes later,
 and never so soon that its probes take more than a share of the time (PROBE_SHARE). All requests of
 a batch together save up for their probes, since the first ones of many short texts would take more
-than that. Where even perfect drafts would gain little, the share is smaller, too, and where they
-would not pay, as at high load, nothing is probed.
+than that. Where even perfect drafts would gain a batch little, the share is smaller, too, and where
+they would not pay, as at high load, nothing is probed.
 
 Pure, and only of Python's standard library: costs are an argument, and there is no clock.
 """
@@ -57,7 +57,7 @@ SWITCH_GAIN, END_GAIN = 0.015, 0.02
 BATCH_GAIN, MOST_READING = 0.015, 0.9
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 128
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # A request that ends is often followed by another, and then nothing has changed: so many steps. A
 # batch that does not draft begins anew with few rows, which would draft in vain: then more steps.
@@ -73,8 +73,9 @@ PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while 
 # Of the time of plain decoding, at most: of a request alone, and of a batch, where each also learns
 # from what the others showed.
 PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.005
-# That is the share where perfect drafts would gain so much beside what they have to. Where they
-# would gain less it falls in proportion, down to so much of it, since costs are not known exactly.
+# That is a batch's share where perfect drafts would gain so much beyond what it begins to draft
+# for. Where they would gain less it falls in proportion, down to so much of it, since costs are not
+# known exactly.
 GAIN_WORTH_PROBING, LEAST_PROBING = 0.2, 0.125
 # That are probed at a time: each also learns from what the others showed, and a draft that has not
 # read a prompt yet reads all of it.
@@ -206,9 +207,9 @@ class Controller:
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most.
     _saved_ns: float = math.inf
-    _perfect_gain: float = math.inf  # see _gain; inf: not known
     _income_ns: float = 0.0
     _purse_ns: float = math.inf
+    _perfect_gain: float = math.inf  # of perfect drafts: see _gain. inf: not known
     # Of the last decision: its rows, its longest draft, the worth of the least draft token that it
     # took, and why a row that drafts nothing does not.
     _rows: int = 0
@@ -352,7 +353,9 @@ class Controller:
         were not noted yet.
         """
         seen = state.plain_tokens + tokens + PROBE_TOKENS
-        return seen >= state.probe_after and state.reason == "acceptance"
+        # Steps that rest are saved for later.
+        is_paid_soon = self._lacking_ns() <= (self._rested + PROBE_TOKENS) * self._income_ns
+        return seen >= state.probe_after and is_paid_soon and state.reason == "acceptance"
 
     def is_due_soon(self, state: Adaptation) -> bool:
         """Whether a probe is far enough away that one now, beside another row's, saves one."""
@@ -426,14 +429,15 @@ class Controller:
         """How many output tokens a request alone decodes plainly until enough is saved for a probe
         (`save_for_probes`).
         """
-        return math.ceil(self._lacking_ns() / (self._probing_share(1) * self.costs.step_ns(1, 1)))
+        return math.ceil(self._lacking_ns() / (PROBE_SHARE_ALONE * self.costs.step_ns(1, 1)))
 
     def save_for_probes(self, plain_ns: int) -> None:
         """Plain decoding took so long, where no steps are counted (`keeps`)."""
-        self._save(self._probing_share(1) * plain_ns)
+        self._save(PROBE_SHARE_ALONE * plain_ns)
 
-    def _probing_share(self, rows: int) -> float:
-        worth = self._perfect_gain / GAIN_WORTH_PROBING
+    def _saved_share(self, rows: int) -> float:
+        """Of the time of plain decoding, that is saved for probes."""
+        worth = self._perfect_gain / GAIN_WORTH_PROBING if rows > 1 else 1.0
         return _probe_share(rows) * min(1.0, max(LEAST_PROBING, worth))
 
     def _save(self, ns: float) -> None:
@@ -637,7 +641,7 @@ class Controller:
         longer = min(factor * self._decide_every, most)
         self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
         self._steps_until_decision, self._is_overdue = self._decide_every, False
-        self._income_ns = self._probing_share(self._rows) * self.costs.step_ns(self._rows, 1)
+        self._income_ns = self._saved_share(self._rows) * self.costs.step_ns(self._rows, 1)
         self._purse_ns = PURSE_PROBES * self.costs.probe_ns(min(self._rows, PROBED_ROWS))
         self.await_probes(states)
 

@@ -813,7 +813,7 @@ class SpeculativeRuntime:
 
     def _probe(self, rows: list[Sequence]) -> None:
         """Find out for requests that do not draft whether it would pay again, all in one forward of
-        the draft.
+        the draft. It is decided again with the next step.
         """
         controller = self._adaptive
         if controller is None or self._costs is None or self._drafter is None:
@@ -842,7 +842,6 @@ class SpeculativeRuntime:
         for (row, state), shares in zip(due, results, strict=True):
             controller.note_probe(state, shares, len(rows))
             row.target_chances.clear()
-        self._choose_draft_lens(rows)
 
     # The ends of a request.
 
