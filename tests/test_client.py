@@ -309,6 +309,7 @@ def test_a_dead_model_process_is_no_refusal_of_the_request(
         "[request id: 5] Server is stopping, scheduler for model has stopped accepting",
         "[error] the model 'preprocessing' failed: Model preprocessing - Error when running"
         " inference: Server not ready",
+        "Request for unknown model: 'tensorrt_llm' has no available versions",
     ],
 )
 def test_a_server_that_is_stopping_does_not_refuse_the_request(

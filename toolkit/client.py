@@ -49,6 +49,7 @@ except (ImportError, RuntimeError) as missing:  # RuntimeError: tritonclient wit
     raise
 
 __all__ = [
+    "RECONNECT_MS",
     "STREAM_END_S",
     "AnswerReader",
     "Chunk",
@@ -72,6 +73,8 @@ RESAMPLES = 2000
 STREAM_END_S = 1.0
 # What the error of one of our models begins with.
 OUTCOME = re.compile(r"\[(?P<outcome>refused|overloaded|deadline|cancelled|error)\] ")
+# gRPC waits up to two minutes before it looks again for a server that went away.
+RECONNECT_MS = 1000
 MAX_PORT = 65535  # gRPC wraps a larger number around, and would call another server
 
 # The input tensor of every option.
@@ -372,6 +375,7 @@ class Client:
         options = [
             ("grpc.max_receive_message_length", -1),
             *([("grpc.enable_http_proxy", 0)] if is_local else []),
+            ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
         ]
         self._channel = grpc.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -584,6 +588,9 @@ def refused(message: str, url: str) -> ClientError:
     is_stopping = is_passed_on and cause.endswith("Server not ready")
     if is_stopping or "Server is stopping" in cause:
         return ServerUnavailable(f"{url}: the server is stopping ({message})")
+    # Models are unloaded before the port closes.
+    if cause.endswith("has no available versions"):
+        return ServerUnavailable(f"{url}: the model is not loaded, or is stopping ({message})")
     return RequestRefused(message, outcome)
 
 

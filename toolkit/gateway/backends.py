@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.client import (
     MODELS,
+    RECONNECT_MS,
     STREAM_END_S,
     TENSORS,
     AnswerReader,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "OptionRefused", "Overloaded", "Piece", "TritonBackend", "VllmBackend"]
 
 CONNECT_S = 10.0
-RECONNECT_MS = 1000
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 HTTP_OK = 200
 OVERLOADED_STATUS = (429, 503)
@@ -102,7 +102,6 @@ class TritonBackend:
         options = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.enable_http_proxy", 0),
-            # gRPC waits up to two minutes before it looks again for a server that went away.
             ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
         ]
         self._channel = grpc.aio.insecure_channel(url, options=options)

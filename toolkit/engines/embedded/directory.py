@@ -135,7 +135,8 @@ def open_directory(path: Path) -> EngineDirectory:
                 "load",
                 "the file changed after the engine was built, so it is not loaded",
                 where=path / name,
-                hint="run `toolkit build` again",
+                hint="run `toolkit build --rehash`, which reads every file again; if this is a"
+                " copy, copy it again",
             )
     for name in (WEIGHTS, *((PACKAGE, KERNELS) if section["mode"] == "compiled" else ())):
         if name not in section["files"]:
