@@ -72,6 +72,10 @@ class Costs:
         return 1e6 * self.reading * tokens
 
 
+# Drafts that are always right gain a batch six per cent.
+LITTLE_GAIN = Costs(tuple(1.0 + 0.82 * width for width in range(LONGEST + 1)), probe=2.0)
+
+
 class Measured(Costs):
     """The figures above, for the numbers of rows that they were taken at."""
 
@@ -283,10 +287,6 @@ def test_only_what_will_soon_be_paid_for_is_looked_at() -> None:
     for steps, is_near in ((PROBE_TOKENS - 1, True), (PROBE_TOKENS + 1, False)):
         decider._saved_ns = decider.costs.probe_ns(1) - steps * decider._income_ns
         assert decider.is_probe_near(state, 0) == is_near
-
-
-# Drafts that are always right gain a batch six per cent.
-LITTLE_GAIN = Costs(tuple(1.0 + 0.82 * width for width in range(LONGEST + 1)), probe=2.0)
 
 
 def share_of_probes(costs: Costs) -> float:

@@ -723,8 +723,8 @@ class Controller:
         return draft_ns, [self.costs.step_ns(rows, float(width)) for width in range(1, longest + 2)]
 
     def _gain(self, alpha: float, rows: int, longest: int, fixed: Sequence[int]) -> float:
-        """What the best draft length would gain, if all of so many rows had this acceptance, beside
-        the speed that it has to have. Not above 0: no length pays.
+        """What the best draft length would gain, if all of so many rows had this acceptance, beyond
+        the speed from which on they begin to draft. Not above 0: no length pays.
         """
         if fixed:
             alphas = [alpha] * rows
