@@ -118,25 +118,34 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
 def prepare(
     config: DeploymentConfig, asked: argparse.Namespace
 ) -> Callable[[Rates, int, int], None]:
-    """What adds the tokens/s of each arm at a load in this process, warm."""
-    runtimes = {arm: runtime_of(config, asked.requests) for arm in ARMS}
+    """What adds the tokens/s of each arm at a load in this process, warm.
+
+    Of two runtimes that are alike one may be faster, by where its memory lies. So each takes either
+    arm in every other round.
+    """
+    runtimes = [runtime_of(config, asked.requests) for _ in ARMS]
     assert config.validation is not None
-    codec = runtimes["plain"].codec
+    codec = runtimes[0].codec
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [codec.encode(json.loads(line)["prompt"]) for line in lines]
     draw = random.Random(0)
     lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in range(asked.requests)]
 
-    def loop(arm: str, load: int, requests: int) -> Iterator[int]:
-        draft_len = 0 if arm == "plain" else None
-        return closed_loop(runtimes[arm], prompts, load, lengths[:requests], draft_len)
+    def loops(load: int, requests: int, turn: int) -> dict[str, Iterator[int]]:
+        """The first runtime always goes first."""
+        return {
+            arm: closed_loop(
+                runtime, prompts, load, lengths[:requests], 0 if arm == "plain" else None
+            )
+            for arm, runtime in zip(ARMS if turn % 2 == 0 else ARMS[::-1], runtimes, strict=True)
+        }
 
     most = max(asked.loads)
-    rates_in_turns({arm: loop(arm, most, most) for arm in ARMS})
+    for turn in range(len(ARMS)):
+        rates_in_turns(loops(most, most, turn))
 
     def measured(rates: Rates, load: int, turn: int) -> None:
-        order = ARMS if turn % 2 == 0 else ARMS[::-1]
-        found = rates_in_turns({arm: loop(arm, load, asked.requests) for arm in order})
+        found = rates_in_turns(loops(load, asked.requests, turn))
         for arm, rate in found.items():
             rates.in_process[arm].append(rate)
 

@@ -60,6 +60,16 @@ def test_packed_weights_ask_for_huge_pages() -> None:
     assert "hg" in mapping_of(packed)["VmFlags"].split()
 
 
+def test_what_lies_in_huge_pages_begins_and_ends_within_some() -> None:
+    """Else its ends lie in small ones."""
+    for num_bytes in (HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 3):
+        zeros = zeros_in_huge_pages((num_bytes,), torch.int8)
+        assert zeros.data_ptr() % HUGE_PAGE_BYTES == 0
+        pages = -(-num_bytes // HUGE_PAGE_BYTES)
+        beyond = zeros.untyped_storage().nbytes() - zeros.storage_offset()
+        assert beyond >= pages * HUGE_PAGE_BYTES
+
+
 @pytest.mark.parametrize("size", [(0, 3), (7, 5), (3, HUGE_PAGE_BYTES)])
 @pytest.mark.parametrize("make", [unused_zeros, zeros_in_huge_pages])
 def test_zeros_have_the_size_and_dtype_that_were_asked_for(

@@ -578,6 +578,19 @@ def test_a_batch_that_decodes_plainly_tries_drafts_that_might_pay() -> None:
     assert [state.draft_len for state in states] == [0, 0, 0, 0]
 
 
+def test_no_trial_begins_while_requests_become_fewer() -> None:
+    """The draft would read the texts of those that soon end, too."""
+    decider = controller(NEAR, trials=Trials(4))
+    states = [Adaptation(500.0, 1000.0) for _ in range(3)]
+    chosen(decider, *states, Adaptation(500.0, 1000.0))
+    assert decider.trials is not None
+    decider.trials.pass_steps(3, 1000)
+    decider.choose(states)
+    assert not decider.is_trying
+    decider.choose(states)
+    assert decider.keeps(3) and decider.is_trying
+
+
 @pytest.mark.parametrize(
     ("rate", "unread"), [(200.0, 0), (500.0, 10_000)], ids=["few accepted", "much to read"]
 )
@@ -602,6 +615,34 @@ def test_a_batch_of_long_prompts_and_short_outputs_drafts_only_if_that_pays_for_
         lengths[-prompt_tokens] = chosen(decider, *drafting)
     assert all(lengths[10]) and all(lengths[-10])
     assert not any(lengths[1000]) and not any(lengths[-1000])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_near_their_ends_requests_whose_texts_the_draft_has_not_read_begin_no_drafts(
+    rows: int,
+) -> None:
+    def lengths(unread: int, left: float) -> list[int]:
+        decider = controller(Costs(per_row=0.3, reading=0.005))
+        states = [
+            Adaptation(600.0, 1000.0, unread_tokens=unread, left_tokens=left) for _ in range(rows)
+        ]
+        return chosen(decider, *states)
+
+    assert all(lengths(unread=200, left=200))
+    assert all(lengths(unread=0, left=5))
+    assert not any(lengths(unread=200, left=5))
+
+
+def test_requests_are_taken_to_write_as_large_a_part_of_what_they_may_as_recent_ones() -> None:
+    lengths = {}
+    for output_tokens in (5, 200):
+        decider = controller(Costs(per_row=0.3, reading=0.005))
+        for _ in range(4):
+            decider.finish(decider.begin(), output_tokens=output_tokens, max_tokens=200)
+        states = [Adaptation(600.0, 1000.0, unread_tokens=200, left_tokens=200) for _ in range(4)]
+        lengths[output_tokens] = chosen(decider, *states)
+    assert all(lengths[200])
+    assert not any(lengths[5])
 
 
 def test_while_a_batch_grows_those_that_join_decode_plainly() -> None:

@@ -86,8 +86,8 @@ class StillCosts(StepCosts):
         pass
 
 
-def still(figures: Figures, probe: float = 10.0) -> StillCosts:
-    stills = StillCosts(figures, probe)
+def still(figures: Figures, probe: float = 10.0, reading: float = 0.0) -> StillCosts:
+    stills = StillCosts(figures, probe, reading=reading)
     stills._host = stills._host_alone = 1.0
     return stills
 
@@ -274,18 +274,36 @@ def test_the_prompt_is_not_fed_to_a_draft_that_is_not_used() -> None:
 
 
 def test_a_request_behind_a_batch_drafts_when_no_others_have_followed_it() -> None:
-    """Batches do not draft here, and their requests often come one by one."""
+    """Batches do not draft here, and their requests often come one by one. The draft has its text
+    to read then, which one that soon ends is not worth.
+    """
     verify = [[1000.0, 1000.0, *[4000.0 * width] * (MAX_ROWS - 1)] for width in range(12)]
-    costs = still(Figures(verify, *[[300.0] * (MAX_ROWS + 1)] * 2))
+    costs = still(Figures(verify, *[[300.0] * (MAX_ROWS + 1)] * 2), reading=400.0)
     runtime = adaptive(engine(1, max_batch_size=4), engine(1, max_batch_size=4), costs=costs)
     leave_out_trials(runtime)
     alone = serve_one(runtime, make_request(PROMPTS[0], 60)).stats
     assert set(alone.steps_by_reason) == {"pays"}
-    for outcome in serve(runtime, requests_of(4, 40)):
-        assert set(outcome.stats.steps_by_reason) == {"load"}
-    behind = serve_one(runtime, make_request(PROMPTS[0], 60)).stats
-    assert 0 < behind.steps_by_reason["load"] <= AWAIT_STEPS_PLAIN
-    assert behind.steps_by_reason["pays"] > 0
+    for max_tokens, drafts in ((60, True), (24, False)):
+        for outcome in serve(runtime, requests_of(4, 40)):
+            assert set(outcome.stats.steps_by_reason) == {"load"}
+        behind = serve_one(runtime, make_request(PROMPTS[0], max_tokens)).stats
+        assert set(behind.steps_by_reason) == ({"load", "pays"} if drafts else {"load"})
+        if drafts:
+            assert behind.steps_by_reason["load"] <= AWAIT_STEPS_PLAIN
+
+
+def test_of_a_finished_request_it_is_known_what_it_wrote_and_what_it_might_have() -> None:
+    target = engine(1)
+    ids = serve_one(make_runtime(target, None), make_request(PROMPTS[2], 10)).ids
+    end = ids.index(ids[5])
+    runtime = adaptive(engine(1), engine(1), eos_token_ids=(ids[5],))
+    with mock.patch.object(Controller, "finish") as finish:
+        serve_one(runtime, make_request(PROMPTS[2], 10))
+    assert finish.call_args.kwargs == {
+        "prompt_tokens": len(PROMPTS[2]),
+        "output_tokens": end + 1,
+        "max_tokens": 10,
+    }
 
 
 def test_a_request_may_state_its_own_length_beside_adaptive_ones() -> None:

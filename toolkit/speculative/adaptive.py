@@ -5,7 +5,8 @@ The one idea: a step of a batch costs a certain time, and each row of it is expe
 1 + a + a^2 + ... + a^k tokens, where `a` is the probability that a draft token is accepted. The
 lengths are chosen for the whole batch together, since all rows share the step: those with the most
 expected tokens per nanosecond. Plain decoding is one of the choices, so a batch whose drafts do not
-pay is decoded plainly.
+pay is decoded plainly. Before it can draft, the draft has the texts to read, so what is left of the
+requests has to be worth that.
 
 `a` is estimated per request from its recent draft tokens (old ones are forgotten), and begins at
 what recent requests had. After two blocks without an accepted token a draft is one token, until one
@@ -81,7 +82,7 @@ GAIN_WORTH_PROBING, LEAST_PROBING = 0.2, 0.125
 # read a prompt yet reads all of it.
 PROBED_ROWS = 4
 PURSE_PROBES = 1.25  # of so many, that are saved up for at most: what one costs keeps changing
-READ_REQUESTS = 32.0  # over about so many the lengths of prompts and outputs are averaged
+READ_REQUESTS = 32  # over about so many the lengths of prompts and outputs are averaged
 PROBE_BACKOFF = 1.5  # the factor between the intervals of probes that fail
 LONGEST_INTERVAL = 8  # of probes, in intervals as stated
 # A run of blocks without an accepted token discards the estimate if it is less probable than this.
@@ -147,6 +148,7 @@ class Adaptation:
     decided_chance: float = -1.0  # `chance`, when all lengths were compared last
     reason: DraftLenReason = "pays"
     unread_tokens: int = 0  # that the draft has to read before it can draft
+    left_tokens: float = math.inf  # of output, that the request allows
     changes: int = 0  # of draft_len
     probes: int = 0
     misses: int = 0  # blocks without an accepted token, since the last one with
@@ -225,9 +227,15 @@ class Controller:
     # Draft tokens of recent blocks.
     _expected: float = 0.0
     _accepted: float = 0.0
-    # Tokens of recent requests: of their prompts, which a draft would have to read, and of output.
+    # Tokens of recent requests: of their prompts, which a draft would have to read, and of output
+    # that was written, and that was allowed.
+    _ended: int = 0  # requests, READ_REQUESTS at most
     _read: float = 0.0
-    _written: float = 1.0
+    _written: float = 0.0
+    _allowed: float = 0.0
+    # Of the time that the rows of the decision still take plainly, what it takes to let the draft
+    # read their texts.
+    _catching_up: float = 0.0
     # What rows that are in a trial have usually.
     _usual: list[tuple[Adaptation, int | None, DraftLenReason]] = field(default_factory=list)
 
@@ -254,13 +262,22 @@ class Controller:
             luck, self._finished_spread, LEAST_PRIOR_TOKENS, MOST_PRIOR_TOKENS
         )
 
-    def finish(self, state: Adaptation, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+    def finish(
+        self,
+        state: Adaptation,
+        *,
+        prompt_tokens: int = 0,
+        output_tokens: int = 0,
+        max_tokens: int = 0,
+    ) -> None:
         """Learn from a finished request what to expect of the next one. prompt_tokens: those that
         no cache held when it began.
         """
         if output_tokens:
-            self._read += (prompt_tokens - self._read) / READ_REQUESTS
-            self._written += (output_tokens - self._written) / READ_REQUESTS
+            self._ended = min(self._ended + 1, READ_REQUESTS)
+            self._read += (prompt_tokens - self._read) / self._ended
+            self._written += (output_tokens - self._written) / self._ended
+            self._allowed += (max_tokens - self._allowed) / self._ended
         if state.total_trials < KNOWN_TOKENS:
             return
         self._finished = min(self._finished + 1, self.settings.window_requests)
@@ -497,13 +514,14 @@ class Controller:
         rows = len(states) + len(fixed)
         longest = self.max_draft_len if limit is None else min(limit, self.max_draft_len)
         alphas = self._pooled(states)
+        self._catching_up = self._share_of_catching_up(states, rows)
         for state, alpha in zip(states, alphas, strict=True):
             state.chance = alpha
         if self._stands(states, longest) and rows == self._rows and not fixed:
             self._confirmations += 1
             self._wait(states, is_steady=True)
             return
-        has_grown = self._rows > 0 and self._has_outgrown(rows)
+        has_grown, has_shrunk = self._rows > 0 and self._has_outgrown(rows), rows < self._rows
         self._rows, self._longest, self._confirmations = rows, longest, 0
         for state in states:
             state.decided_chance = state.chance
@@ -536,7 +554,8 @@ class Controller:
                 self._least_worth = min(self._least_worth, self.trust * alpha**length)
             self._set(state, length, self._why_not, rows)
         self._wait(states, is_steady=is_steady)
-        if self.trials is not None and self.trials.is_due(rows) and not fixed:
+        # Fewer rows may soon be still fewer.
+        if self.trials is not None and self.trials.is_due(rows) and not (fixed or has_shrunk):
             self._begin_trial(self.trials, states, alphas, longests)
 
     def _begin_trial(
@@ -610,7 +629,7 @@ class Controller:
         rows = len(states) + len(fixed)
         gain = (SWITCH_GAIN + END_GAIN * len(ending)) / rows
         if _begins_plainly(rows, fixed) and not any(best.draft_lens):
-            gain = -self._reading_share(rows)
+            gain = -self._share_of_reading(rows)
         is_worth_it = best.tokens_per_ns >= kept_speed * (1.0 + gain)
         wanted_ends = self._wants_ends
         has_shown_enough = has_grown or all(state.is_doubtful for state in ending)
@@ -746,15 +765,31 @@ class Controller:
     def _least_gain(self, rows: int, fixed: Sequence[int]) -> float:
         """The speed with drafts over that without, from which on so many rows begin to draft."""
         if not _begins_plainly(rows, fixed):
-            return 1.0
-        return (1.0 + BATCH_GAIN) / (1.0 - self._reading_share(rows))
+            return 1.0 / (1.0 - self._catching_up)
+        reading = max(self._catching_up, self._share_of_reading(rows))
+        return (1.0 + BATCH_GAIN) / (1.0 - reading)
 
-    def _reading_share(self, rows: int) -> float:
+    def _share_of_reading(self, rows: int) -> float:
         """What a batch of requests like the recent ones takes to let the draft read their prompts,
         over the time of plain decoding.
         """
+        if not self._ended:
+            return 0.0
         per_token_ns = self.costs.read_ns(self._read / self._written)
         return min(MOST_READING, per_token_ns * rows / self.costs.step_ns(rows, 1.0))
+
+    def _share_of_catching_up(self, states: Sequence[Adaptation], rows: int) -> float:
+        """What it takes to let the draft read what these requests have by now, over the time that
+        they still take in plain decoding of so many rows. Near their ends it is not worth it.
+        """
+        unread = sum(state.unread_tokens for state in states)
+        if not unread:
+            return 0.0
+        # Of what is allowed, requests write about as large a part as recent ones.
+        part = self._written / self._allowed if self._allowed else 1.0
+        left = part * sum(state.left_tokens for state in states)
+        plain_ns = left / len(states) * self.costs.step_ns(rows, 1.0)
+        return min(MOST_READING, self.costs.read_ns(unread) / plain_ns)
 
     def _speed(
         self, alphas: Sequence[float], draft_lens: Sequence[int], fixed: Sequence[int]

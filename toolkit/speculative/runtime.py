@@ -773,6 +773,7 @@ class SpeculativeRuntime:
             if self._adaptive is not None and row.adaptation is not None and row.adapts:
                 if self._drafter is not None:
                     row.adaptation.unread_tokens = self._drafter.lag(row)
+                row.adaptation.left_tokens = row.room
                 self._adaptive.note_plain(row.adaptation, len(row.ids) - row.noted_tokens)
                 row.noted_tokens = len(row.ids)
                 states.append(row.adaptation)
@@ -904,6 +905,7 @@ class SpeculativeRuntime:
                 sequence.adaptation,
                 prompt_tokens=sequence.prompt_tokens - (sequence.tally.reused_prompt_tokens or 0),
                 output_tokens=len(sequence.ids) - sequence.prompt_tokens,
+                max_tokens=sequence.request.max_tokens,
             )
         slot, sequence.slot = self._slots[sequence.slot], -1
         self._uses += 1

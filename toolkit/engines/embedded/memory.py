@@ -25,20 +25,27 @@ HUGE_PAGE_BYTES = 2 << 20  # on x86-64
 def unused_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take memory only once they are written, page by page. They begin at a page."""
     # Where the kernel gives huge pages to everybody, a byte would take 2 MiB.
-    return _zeros(size, dtype, "MADV_NOHUGEPAGE")
+    num_bytes = math.prod(size) * dtype.itemsize
+    return _zeros(max(num_bytes, 1), "MADV_NOHUGEPAGE")[:num_bytes].view(dtype).view(size)
 
 
 def zeros_in_huge_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in huge pages, as far as they fill some and the kernel has them to give."""
-    if math.prod(size) * dtype.itemsize < HUGE_PAGE_BYTES:
-        return torch.zeros(size, dtype=dtype)
-    return _zeros(size, dtype, "MADV_HUGEPAGE")
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, advice: str) -> Tensor:
+    """Zeros in huge pages from the first byte to the last, as far as the kernel has them to give.
+    Fewer than fill one lie anywhere.
+    """
     num_bytes = math.prod(size) * dtype.itemsize
-    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes < HUGE_PAGE_BYTES:
+        return torch.zeros(size, dtype=dtype)
+    # Some kernels begin a mapping at any small page. What is not written takes no memory.
+    whole_pages = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = _zeros(whole_pages + HUGE_PAGE_BYTES, "MADV_HUGEPAGE")
+    begin = -memory.data_ptr() % HUGE_PAGE_BYTES
+    return memory[begin : begin + num_bytes].view(dtype).view(size)
+
+
+def _zeros(num_bytes: int, advice: str) -> Tensor:
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, advice):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(getattr(mmap, advice))
-    return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes].view(dtype).view(size)
+    return torch.frombuffer(pages, dtype=torch.uint8)
