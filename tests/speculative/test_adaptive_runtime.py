@@ -354,6 +354,21 @@ def test_the_schedule_is_an_upper_bound() -> None:
     assert max(len(event.token_ids) for event in alone.events) == 5
 
 
+def test_a_schedule_that_allows_drafts_again_is_noticed_at_once() -> None:
+    """With the same requests, too: more time may have passed, or one that waited was cancelled."""
+    runtime = adaptive(engine(1), engine(1), draft_len_schedule=[(1, 3)])
+    runtime.submit(make_request(PROMPTS[0], 400), (outcome := Outcome()).events.append)
+    assert runtime._schedule is not None
+    with mock.patch.object(runtime._schedule, "length", return_value=0):
+        for _ in range(40):
+            runtime.step()
+    plain = len(outcome.ids)
+    assert plain <= 41
+    for _ in range(3):
+        runtime.step()
+    assert len(outcome.ids) > plain + 3
+
+
 def test_the_first_probe_of_a_request_reads_its_prompt() -> None:
     """Its text began without drafts, so the draft has read nothing of it. With its context a draft
     that is the target has everything right, and drafts from then on.
@@ -473,7 +488,8 @@ def test_a_figure_that_keeps_itself_from_being_used_is_corrected_by_trials(
         leave_out_trials(runtime)
     assert runtime._adaptive is not None
     runtime._adaptive.expected_acceptance = 0.99
-    serve(runtime, requests_of(4, 300))
+    for _ in range(6):
+        serve(runtime, requests_of(4, 300))
     for outcome in serve(runtime, requests_of(4, 300)):
         steps = outcome.stats.steps_by_reason
         usual = best if has_trials else other

@@ -169,6 +169,7 @@ class SpeculativeRuntime:
 
         schedule = settings.draft_len_schedule
         self._schedule = LoadSchedule(schedule) if schedule else None
+        self._load_limit: int | None = None  # what it allowed last
         self._bursts = bursts_of(target, self._drafter, self._max_draft_len)
 
         self._lock = threading.Lock()  # guards the four below
@@ -745,6 +746,9 @@ class SpeculativeRuntime:
             return
         rows = [*self._running, *self._prefilling]
         length = self._schedule.length(len(rows), self._clock())
+        if self._adaptive is not None and length != self._load_limit:
+            self._adaptive.reconsider()
+        self._load_limit = length
         for row in rows:
             row.load_limit = length
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 __all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
 
-TRIAL_STEPS = 12
-FIRST_INTERVAL, LEAST_INTERVAL = 16, 128  # steps at a load, before its first trial and others
-TRIAL_SHARE = 0.0025  # of the time, at most, that trials lose
+TRIAL_STEPS = 8
+LEAST_INTERVAL = 128  # steps at a load before a trial, at least
+TRIAL_SHARE = 0.0025  # of the time, at most, that trials lose; it has passed before they begin
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
 # which a step gives fewer tokens than that per row.
@@ -30,11 +30,12 @@ class Trials:
 
     def __init__(self, max_rows: int) -> None:
         loads = _load(max_rows) + 1
-        self._until = [FIRST_INTERVAL] * loads
+        self._steps = [0] * loads  # since the last trial
+        self._due = [LEAST_INTERVAL] * loads  # after so many of them
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
         self._left = 0  # steps of the trial
-        self._rows = 0  # when it began
+        self._rows = self._joined = 0  # when it began, and since then
 
     @property
     def is_on(self) -> bool:
@@ -43,7 +44,7 @@ class Trials:
 
     def pass_step(self, rows: int) -> bool:
         """A step of so many rows follows. Returns whether the trial goes on in it."""
-        self._until[_load(rows)] -= 1
+        self._steps[_load(rows)] += 1
         self._left = max(0, self._left - 1)
         if not LEAST_ROWS * self._rows <= rows <= MOST_ROWS * self._rows:
             self._left = 0
@@ -51,31 +52,48 @@ class Trials:
 
     def pass_steps(self, rows: int, steps: int) -> None:
         """So many steps of so many rows were taken, while no trial was on."""
-        self._until[_load(rows)] -= steps
+        self._steps[_load(rows)] += steps
 
     def is_due(self, rows: int) -> bool:
         """Whether a trial with so many rows may begin."""
-        return not self.is_on and self._until[_load(rows)] <= 0
+        load = _load(rows)
+        return not self.is_on and self._steps[load] >= self._due[load]
 
     def begin(self, rows: int, promise: float, further_steps: float, *, drafts: bool) -> bool:
-        """Begin one with the next step, unless that would cost too much.
+        """Begin one with the next step, unless that would cost too much, or too much for now.
 
         promise: the expected speed over that of the present way. further_steps: how many steps
         what has to be read for it, or after it, takes. drafts: whether the present way is with
         drafts.
         """
+        load = _load(rows)
         if promise < LEAST_PROMISE:
-            return False
+            return self._put_off(load, LEAST_INTERVAL)
         lost = TRIAL_STEPS * max(0.0, 1.0 / promise - 1.0) + further_steps
         if lost > MOST_LOST_STEPS:
-            return False
-        load = _load(rows)
+            return self._put_off(load, LEAST_INTERVAL)
         is_settled = drafts == self._drafts[load]
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
+        interval = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
+        if self._steps[load] < interval:
+            return self._put_off(load, interval - self._steps[load])
         self._backoff[load], self._drafts[load] = backoff, drafts
-        self._until[load] = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
-        self._left, self._rows = TRIAL_STEPS, rows
+        self._steps[load], self._due[load] = 0, LEAST_INTERVAL
+        self._left, self._rows, self._joined = TRIAL_STEPS, rows, 0
         return True
+
+    def _put_off(self, load: int, steps: int) -> bool:
+        """Ask again after so many steps: what a trial costs changes."""
+        self._due[load] = self._steps[load] + steps
+        return False
+
+    def join(self) -> None:
+        """A request that was not tried joins. Once they are as many as that, the trial ends with
+        the next step: it would show what a mixture takes.
+        """
+        self._joined += 1
+        if self._joined >= LEAST_ROWS * self._rows:
+            self._left = min(self._left, 1)
 
     def end(self) -> None:
         self._left = 0
