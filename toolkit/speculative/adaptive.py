@@ -58,7 +58,7 @@ SWITCH_GAIN, END_GAIN = 0.015, 0.02
 BATCH_GAIN, MOST_READING = 0.015, 0.9
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 256
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # A request that ends is often followed by another, and then nothing has changed: so many steps. A
 # batch that does not draft begins anew with few rows, which would draft in vain: then more steps.
@@ -92,7 +92,7 @@ STALE_TOKENS = 64.0
 # Over about how many blocks, of all requests, what was accepted is compared with what was expected,
 # and what that comparison is worth at first, in tokens.
 TRUST_BLOCKS, TRUST_PRIOR_TOKENS, MOST_TRUST = 128.0, 120.0, 1.2
-IDLE_DECISIONS = 16.0  # without drafts: over about so many that comparison is forgotten
+IDLE_DECISIONS = 64.0  # without drafts: over about so many that comparison is forgotten
 LEAST_BLOCKS = 12  # with fewer of them, drafting was a mistake
 DOUBTFUL_MISSES = 2  # blocks without an accepted token; from here on a draft is one token
 PERFECT_ACCEPTANCE = 0.95  # if even this would not pay, the load is the reason
