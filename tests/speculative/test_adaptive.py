@@ -578,6 +578,24 @@ def test_a_batch_that_decodes_plainly_tries_drafts_that_might_pay() -> None:
     assert [state.draft_len for state in states] == [0, 0, 0, 0]
 
 
+def test_a_trial_ends_when_half_of_its_requests_have_been_replaced() -> None:
+    decider = controller(NEAR, trials=Trials(4))
+    states = [Adaptation(rate, 1000.0) for rate in (800.0, 700.0)]
+    in_a_trial(decider, states)
+    decider.join(decider.begin(), 2)
+    assert not decider.keeps(2)
+
+
+def test_who_joins_where_no_draft_pays_is_no_reason_to_look_for_probes() -> None:
+    decider = only_alone()
+    joining = decider.begin()
+    decider.join(joining, 4)
+    assert joining.reason == "load"
+    for _ in range(joining.probe_after):
+        assert decider.keeps(4)
+        assert not decider.may_probe()
+
+
 def test_no_trial_begins_while_requests_become_fewer() -> None:
     """The draft would read the texts of those that soon end, too."""
     decider = controller(NEAR, trials=Trials(4))

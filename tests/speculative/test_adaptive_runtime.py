@@ -488,7 +488,7 @@ def test_a_figure_that_keeps_itself_from_being_used_is_corrected_by_trials(
         leave_out_trials(runtime)
     assert runtime._adaptive is not None
     runtime._adaptive.expected_acceptance = 0.99
-    for _ in range(6):
+    for _ in range(10):
         serve(runtime, requests_of(4, 300))
     for outcome in serve(runtime, requests_of(4, 300)):
         steps = outcome.stats.steps_by_reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.speculative.trials import (
+    ASK_AGAIN_STEPS,
     LEAST_INTERVAL,
     LEAST_PROMISE,
     MOST_LOST_STEPS,
@@ -35,10 +36,9 @@ def steps_until_begun(
 def test_a_load_is_tried_so_rarely_that_it_costs_its_share_the_first_time_too() -> None:
     trials = Trials(64)
     lost = TRIAL_STEPS * 0.25 + 2.0
-    for _ in range(2):
-        assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=True) == lost / TRIAL_SHARE
+    for drafts in (True, False):
+        assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=drafts) == lost / TRIAL_SHARE
         trials.end()
-        trials._drafts[-1] = None
     assert steps_until_begun(trials, 64, 1.1, drafts=True) == LEAST_INTERVAL
 
 
@@ -47,6 +47,16 @@ def test_what_trials_confirm_is_tried_ever_more_rarely_until_it_changes() -> Non
     for drafts in (True, True, True, True, True, True, False, False):
         intervals.append(steps_until_begun(trials, 4, 1.1, drafts=drafts) // LEAST_INTERVAL)
     assert intervals == [1, 2, 4, 8, 16, 16, 1, 2]
+
+
+def test_a_load_that_has_changed_need_not_wait_for_what_its_last_trials_confirmed() -> None:
+    trials = Trials(4)
+    for _ in range(5):
+        steps_until_begun(trials, 4, 1.1, drafts=True)
+        trials.end()
+    steps_until_due(trials, 4)
+    assert not trials.begin(4, 1.1, 0.0, drafts=True)
+    assert steps_until_begun(trials, 4, 1.1, drafts=False) == ASK_AGAIN_STEPS
 
 
 def test_a_trial_ends_when_half_of_its_requests_are_new() -> None:
@@ -89,4 +99,4 @@ def test_what_cannot_pay_or_costs_too_much_is_not_tried(promise: float, further:
     steps_until_due(trials, 4)
     assert not trials.begin(4, promise, further, drafts=False)
     assert not trials.is_on
-    assert steps_until_due(trials, 4) == LEAST_INTERVAL  # that may change
+    assert steps_until_due(trials, 4) == ASK_AGAIN_STEPS  # that may change

@@ -523,7 +523,8 @@ class Controller:
             self._confirmations += 1
             self._wait(states, is_steady=True)
             return
-        has_grown, has_shrunk = self._rows > 0 and self._has_outgrown(rows), rows < self._rows
+        has_grown = self._rows > 0 and self._has_outgrown(rows)
+        has_shrunk = rows < self._rows
         self._rows, self._longest, self._confirmations = rows, longest, 0
         for state in states:
             state.decided_chance = state.chance

@@ -11,10 +11,13 @@ Pure, and only of Python's standard library.
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
 
 TRIAL_STEPS = 8
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
+ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
 TRIAL_SHARE = 0.0025  # of the time, at most, that trials lose; it has passed before they begin
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
@@ -31,7 +34,7 @@ class Trials:
     def __init__(self, max_rows: int) -> None:
         loads = _load(max_rows) + 1
         self._steps = [0] * loads  # since the last trial
-        self._due = [LEAST_INTERVAL] * loads  # after so many of them
+        self._due: list[float] = [LEAST_INTERVAL] * loads  # so many of them, until it is asked
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
         self._left = 0  # steps of the trial
@@ -68,23 +71,22 @@ class Trials:
         """
         load = _load(rows)
         if promise < LEAST_PROMISE:
-            return self._put_off(load, LEAST_INTERVAL)
+            return self._put_off(load)
         lost = TRIAL_STEPS * max(0.0, 1.0 / promise - 1.0) + further_steps
         if lost > MOST_LOST_STEPS:
-            return self._put_off(load, LEAST_INTERVAL)
+            return self._put_off(load)
         is_settled = drafts == self._drafts[load]
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
         interval = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
         if self._steps[load] < interval:
-            return self._put_off(load, interval - self._steps[load])
+            return self._put_off(load, interval)
         self._backoff[load], self._drafts[load] = backoff, drafts
         self._steps[load], self._due[load] = 0, LEAST_INTERVAL
         self._left, self._rows, self._joined = TRIAL_STEPS, rows, 0
         return True
 
-    def _put_off(self, load: int, steps: int) -> bool:
-        """Ask again after so many steps: what a trial costs changes."""
-        self._due[load] = self._steps[load] + steps
+    def _put_off(self, load: int, interval: float = math.inf) -> bool:
+        self._due[load] = min(interval, self._steps[load] + ASK_AGAIN_STEPS)
         return False
 
     def join(self) -> None:

@@ -24,8 +24,8 @@ HUGE_PAGE_BYTES = 2 << 20  # on x86-64
 
 def unused_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take memory only once they are written, page by page. They begin at a page."""
-    # Where the kernel gives huge pages to everybody, a byte would take 2 MiB.
     num_bytes = math.prod(size) * dtype.itemsize
+    # Where the kernel gives huge pages to everybody, a byte would take 2 MiB.
     return _zeros(max(num_bytes, 1), "MADV_NOHUGEPAGE")[:num_bytes].view(dtype).view(size)
 
 
