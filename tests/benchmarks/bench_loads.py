@@ -7,7 +7,8 @@ without server and client; here the arms take turns many times in a round. Both 
 load and seconds apart, so that a machine whose speed wavers favours neither; the intervals are over
 rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
 begin and end together, so that their prompts are read together, which no traffic does. Good:
-speculative / plain >= 1 and served / in process >= 0.85 at each load. With
+speculative / plain >= 1 and served / in process >= 0.85 at each load. The acceptance length tells
+how much was drafted: 1.00 where the draft model stays out of it. With
 configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
@@ -29,9 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -54,17 +54,26 @@ TURN_S = 0.2  # the speed of a machine that others use, too, wavers within secon
 
 
 @dataclass
-class Rates:
-    """Tokens/s at one load, of each arm and round; empty where it was not measured."""
+class Measured:
+    """Of one load and way, by round: tokens/s of each arm, and the speculative arm's acceptance
+    length. Empty where it was not measured.
+    """
 
-    in_process: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
-    served: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    rates: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    acceptance_length: list[float] = field(default_factory=list)
 
-    def speedup(self, where: dict[str, list[float]]) -> Estimate | None:
-        return _quotient(where["speculative"], where["plain"])
+    @property
+    def speedup(self) -> Estimate | None:
+        return _quotient(self.rates["speculative"], self.rates["plain"])
+
+
+@dataclass
+class Load:
+    in_process: Measured = field(default_factory=Measured)
+    served: Measured = field(default_factory=Measured)
 
     def kept(self, arm: str) -> Estimate | None:
-        return _quotient(self.served[arm], self.in_process[arm])
+        return _quotient(self.served.rates[arm], self.in_process.rates[arm])
 
 
 def main() -> int:
@@ -80,9 +89,9 @@ def main() -> int:
     results = {}
     for path in asked.configs or [ROOT / "configs" / "quickstart.yaml"]:
         changes = build(path, max(asked.loads), asked.changes)
-        rates = measure(path, changes, asked)
-        results[path.stem] = {load: row.__dict__ for load, row in rates.items()}
-        show(path.stem, rates)
+        loads = measure(path, changes, asked)
+        results[path.stem] = {load: asdict(row) for load, row in loads.items()}
+        show(path.stem, loads)
     names = ("changes", "requests", "rounds", "max_tokens_from", "max_tokens")
     settings = {name: getattr(asked, name) for name in names}
     print(json.dumps({"benchmark": "loads", **settings, **facts(), "results": results}))
@@ -97,12 +106,12 @@ def build(path: Path, slots: int, changes: Sequence[str]) -> list[str]:
     return options
 
 
-def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[int, Rates]:
+def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[int, Load]:
     config = load_config(path, changes[1::2])
-    rates = {load: Rates() for load in asked.loads}
+    loads = {load: Load() for load in asked.loads}
     if not config.capabilities.in_process:
-        bench([str(path), *changes], asked, asked.loads, rates, len(ARMS) * asked.rounds)
-        return rates
+        bench([str(path), *changes], asked, asked.loads, loads, len(ARMS) * asked.rounds)
+        return loads
     in_process = prepare(config, asked)
     assert config.validation is not None
     with TritonServer(ROOT / "triton_repo" / config.name, config.triton) as server:
@@ -110,20 +119,20 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
         for turn in range(asked.rounds):
             for load in asked.loads:
                 ways = [
-                    functools.partial(in_process, rates[load], load, turn),
+                    functools.partial(in_process, loads[load].in_process, load, turn),
                     functools.partial(
-                        bench, served, asked, [load], rates, len(ARMS), FIRST_SEED + turn
+                        bench, served, asked, [load], loads, len(ARMS), FIRST_SEED + turn
                     ),
                 ]
                 for way in ways if turn % 2 == 0 else reversed(ways):
                     way()
-    return rates
+    return loads
 
 
 def prepare(
     config: DeploymentConfig, asked: argparse.Namespace
-) -> Callable[[Rates, int, int], None]:
-    """What adds the tokens/s of each arm at a load in this process, warm.
+) -> Callable[[Measured, int, int], None]:
+    """What adds a round of a load in this process, warm.
 
     Of two runtimes that are alike one may be faster, by where its memory lies. So each takes either
     arm in every other round.
@@ -134,12 +143,12 @@ def prepare(
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [codec.encode(json.loads(line)["prompt"]) for line in lines]
 
-    def loops(load: int, requests: int, turn: int) -> dict[str, Iterator[int]]:
+    def loops(load: int, requests: int, turn: int) -> dict[str, ClosedLoop]:
         """The first runtime always goes first. Lengths are those of the served requests."""
         draw = random.Random(FIRST_SEED + turn)
         lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in range(requests)]
         return {
-            arm: closed_loop(runtime, prompts, load, lengths, 0 if arm == "plain" else None)
+            arm: ClosedLoop(runtime, prompts, load, lengths, 0 if arm == "plain" else None)
             for arm, runtime in zip(ARMS if turn % 2 == 0 else ARMS[::-1], runtimes, strict=True)
         }
 
@@ -147,12 +156,13 @@ def prepare(
     for turn in range(len(ARMS)):
         rates_in_turns(loops(most, most, turn))
 
-    def measured(rates: Rates, load: int, turn: int) -> None:
-        found = rates_in_turns(loops(load, asked.requests, turn))
-        for arm, rate in found.items():
-            rates.in_process[arm].append(rate)
+    def measure_round(found: Measured, load: int, turn: int) -> None:
+        arms = loops(load, asked.requests, turn)
+        for arm, rate in rates_in_turns(arms).items():
+            found.rates[arm].append(rate)
+        found.acceptance_length.append(arms["speculative"].acceptance_length)
 
-    return measured
+    return measure_round
 
 
 def runtime_of(config: DeploymentConfig, max_queue_size: int) -> SpeculativeRuntime:
@@ -169,63 +179,80 @@ def runtime_of(config: DeploymentConfig, max_queue_size: int) -> SpeculativeRunt
     )
 
 
-def rates_in_turns(loops: dict[str, Iterator[int]]) -> dict[str, float]:
+def rates_in_turns(loops: dict[str, ClosedLoop]) -> dict[str, float]:
     """Tokens/s of each loop. They take turns of TURN_S, each with a clock of its own."""
-    tokens, seconds = dict.fromkeys(loops, 0), dict.fromkeys(loops, 0.0)
+    seconds = dict.fromkeys(loops, 0.0)
     running = dict(loops)
     while running:
         for arm, loop in list(running.items()):
             began = now = time.monotonic()
             while now - began < TURN_S and arm in running:
-                ended = next(loop, None)
-                if ended is None:
+                if not loop.step():
                     del running[arm]
-                else:
-                    tokens[arm] += ended
                 now = time.monotonic()
             seconds[arm] += now - began
-    return {arm: tokens[arm] / seconds[arm] for arm in loops}
+    return {arm: loop.tokens / seconds[arm] for arm, loop in loops.items()}
 
 
-def closed_loop(
-    runtime: SpeculativeRuntime,
-    prompts: Sequence[Sequence[int]],
-    load: int,
-    lengths: Sequence[int],
-    draft_len: int | None,
-) -> Iterator[int]:
-    """Take requests of so many output tokens, `load` of them at a time. Yields after each step the
-    output tokens of those that it ended.
-    """
-    waiting = deque(range(len(lengths)))
-    running: dict[int, Outcome] = {}
-    while waiting or running:
-        while waiting and len(running) < load:
-            index = waiting.popleft()
-            outcome = running[index] = Outcome()
-            request = make_request(
-                prompts[index % len(prompts)], lengths[index], str(index), draft_len=draft_len
-            )
-            runtime.submit(request, outcome.events.append)
-        runtime.step()
-        tokens = 0
-        for index in [index for index, outcome in running.items() if outcome.finish_reason]:
-            outcome = running.pop(index)
-            if outcome.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"a request failed: {outcome.events[-1].error}")
-            tokens += len(outcome.ids)
-        yield tokens
+@dataclass
+class ClosedLoop:
+    """Requests of so many output tokens (`lengths`), `load` of them at a time."""
+
+    runtime: SpeculativeRuntime
+    prompts: Sequence[Sequence[int]]
+    load: int
+    lengths: Sequence[int]
+    draft_len: int | None
+    tokens: int = 0  # of the requests that ended, as all below
+    accepted: int = 0
+    verify_steps: int = 0
+    _begun: int = 0
+    _running: dict[int, Outcome] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1.0 + self.accepted / self.verify_steps
+
+    def step(self) -> bool:
+        """Returns whether there was anything to do."""
+        while self._begun < len(self.lengths) and len(self._running) < self.load:
+            self._submit(self._begun)
+            self._begun += 1
+        if not self._running:
+            return False
+        self.runtime.step()
+        for index in [index for index, outcome in self._running.items() if outcome.finish_reason]:
+            self._note(self._running.pop(index))
+        return True
+
+    def _submit(self, index: int) -> None:
+        outcome = self._running[index] = Outcome()
+        request = make_request(
+            self.prompts[index % len(self.prompts)],
+            self.lengths[index],
+            str(index),
+            draft_len=self.draft_len,
+        )
+        self.runtime.submit(request, outcome.events.append)
+
+    def _note(self, outcome: Outcome) -> None:
+        if outcome.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"a request failed: {outcome.events[-1].error}")
+        self.tokens += len(outcome.ids)
+        self.accepted += outcome.stats.accepted
+        self.verify_steps += outcome.stats.verify_steps
 
 
 def bench(
     what: Sequence[str],
     asked: argparse.Namespace,
-    loads: Sequence[int],
-    rates: dict[int, Rates],
+    concurrency: Sequence[int],
+    loads: dict[int, Load],
     rounds: int,
     seed: int = FIRST_SEED,
 ) -> None:
-    """Add the tokens/s of what `toolkit bench` is asked to measure, the mean of so many rounds.
+    """Add a round of each load in `concurrency`: what `toolkit bench` measures in so many of its
+    own, together.
 
     seed: which arm goes first depends on it. That one finds fewer prompts in the KV cache, so it
     must not be the same one in all runs.
@@ -235,7 +262,7 @@ def bench(
         toolkit(
             "bench",
             *what,
-            *("--concurrency", ",".join(map(str, loads))),
+            *("--concurrency", ",".join(map(str, concurrency))),
             *("--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)),
             *("--max-tokens-from", str(asked.max_tokens_from)),
             *("--rounds", str(rounds), "--max-rounds", str(rounds), "--seed", str(seed)),
@@ -243,8 +270,11 @@ def bench(
         )
         run = json.loads(out.read_text(encoding="utf-8"))
     for point in run["points"]:
+        served = loads[point["concurrency"]].served
         for arm in point["arms"]:
-            rates[point["concurrency"]].served[arm["name"]].append(arm["tokens_per_s"])
+            served.rates[arm["name"]].append(arm["tokens_per_s"])
+            if arm["name"] == "speculative":
+                served.acceptance_length += arm["acceptance_length_by_round"]
 
 
 def toolkit(*arguments: str) -> None:
@@ -255,19 +285,22 @@ def toolkit(*arguments: str) -> None:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}")
 
 
-def show(name: str, rates: dict[int, Rates]) -> None:
-    heads = ("plain", "spec.", "spec./plain")
-    kept_heads = ("plain", "spec.")
-    print(f"{name}: tokens/s")
-    print(f"{'':8}  {'in process':^39}  {'served':^39}  {'served / in process':^36}")
-    names = [f"{head:>{19 if head == heads[2] else 10}}" for head in heads] * 2
-    print(f"{'requests':>8}" + "".join(names) + "".join(f"{head:>19}" for head in kept_heads))
-    for load, row in rates.items():
+def show(name: str, loads: dict[int, Load]) -> None:
+    heads = [
+        *(f"{head:>9}" for head in ("plain", "spec.")),
+        f"{'spec./plain':>18}",
+        f"{'length':>8}",
+    ]
+    kept_heads = [f"{head:>18}" for head in ("plain", "spec.")]
+    print(f"{name}: tokens/s, and the acceptance length with speculation")
+    print(f"{'':8}{'in process':^44}{'served':^44}{'served / in process':^36}")
+    print(f"{'requests':>8}" + "".join([*heads, *heads, *kept_heads]))
+    for load, row in loads.items():
         cells = []
-        for where in (row.in_process, row.served):
-            cells += [f"{_mean(where[arm]):>10}" for arm in ARMS]
-            cells.append(f"{_words(row.speedup(where)):>19}")
-        cells += [f"{_words(row.kept(arm)):>19}" for arm in ARMS]
+        for way in (row.in_process, row.served):
+            cells += [f"{_mean(way.rates[arm]):>9}" for arm in ARMS]
+            cells += [f"{_words(way.speedup):>18}", f"{_mean(way.acceptance_length, 2):>8}"]
+        cells += [f"{_words(row.kept(arm)):>18}" for arm in ARMS]
         print(f"{load:>8}" + "".join(cells), flush=True)
 
 
@@ -277,8 +310,8 @@ def _quotient(above: list[float], below: list[float]) -> Estimate | None:
     return bootstrap_ratio_of_sums(np.array(above)[:, None], np.array(below)[:, None])
 
 
-def _mean(values: list[float]) -> str:
-    return f"{sum(values) / len(values):,.0f}" if values else "-"
+def _mean(values: list[float], digits: int = 0) -> str:
+    return f"{sum(values) / len(values):,.{digits}f}" if values else "-"
 
 
 def _words(estimate: Estimate | None) -> str:
