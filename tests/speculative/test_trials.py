@@ -6,6 +6,7 @@ import pytest
 
 from toolkit.speculative.trials import (
     ASK_AGAIN_STEPS,
+    FIRST_INTERVAL,
     LEAST_INTERVAL,
     LEAST_PROMISE,
     MOST_LOST_STEPS,
@@ -36,15 +37,23 @@ def steps_until_begun(
 def test_a_load_is_tried_so_rarely_that_it_costs_its_share_the_first_time_too() -> None:
     trials = Trials(64)
     lost = TRIAL_STEPS * 0.25 + 2.0
-    for drafts in (True, False):
+    for drafts in (False, True):
         assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=drafts) == lost / TRIAL_SHARE
         trials.end()
-    assert steps_until_begun(trials, 64, 1.1, drafts=True) == LEAST_INTERVAL
+    assert steps_until_begun(trials, 64, 1.1, drafts=False) == LEAST_INTERVAL
+
+
+def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
+    trials = Trials(64)
+    assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=True) == FIRST_INTERVAL
+    trials.end()
+    lost = TRIAL_STEPS * 0.25 + 2.0
+    assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=True) == 2 * lost / TRIAL_SHARE
 
 
 def test_what_trials_confirm_is_tried_ever_more_rarely_until_it_changes() -> None:
     trials, intervals = Trials(4), []
-    for drafts in (True, True, True, True, True, True, False, False):
+    for drafts in (False, False, False, False, False, False, True, True):
         intervals.append(steps_until_begun(trials, 4, 1.1, drafts=drafts) // LEAST_INTERVAL)
     assert intervals == [1, 2, 4, 8, 16, 16, 1, 2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import truediv
 
 import numpy as np
@@ -20,11 +20,15 @@ __all__ = ["measured_costs"]
 # What stands in each slot while the engines are timed, and then again. Filling the slots up to the
 # second takes about so long at most.
 NEAR_TOKENS, FAR_TOKENS, FILL_NS = 64, 256, 1_000_000_000
-# Of each number of rows, beside the first pass. After its share of the budget none begins.
-PASSES, BUDGET_NS = 20, 3_000_000_000
-# Behind drafts and wide forwards, plain steps become faster for about so many steps, since the
-# caches of the processor hold more and more of what they read.
-SETTLING_STEPS = 8
+# All numbers of rows are timed in turns, so that each sees more of the machine's waves than those
+# of its own moment: passes of a turn, as many as fit into that time; and turns, beside the first
+# one. None begins after the budget, so much for each number of rows.
+TURN_PASSES, TURN_NS = 4, 100_000_000
+TURNS, BUDGET_NS = 10, 300_000_000
+FORWARDS = 20  # of a probe, and of reading, at most
+# Behind drafts and wide forwards, plain steps of few rows become faster for about so many steps,
+# since the caches of the processor hold more and more of what they read.
+SETTLING_STEPS, MOST_SETTLING_ROWS = 8, 8
 
 
 def measured_costs(
@@ -103,7 +107,6 @@ class _Timer:
         self._batches = batches
         self._max_draft_len = max_draft_len
         self._clock = clock
-        self._budget_ns = BUDGET_NS // (2 * len(batches))
 
     def fill(self, context: int) -> int:
         """Fill every slot up to so many tokens. Returns the nanoseconds that it took."""
@@ -123,8 +126,8 @@ class _Timer:
     def figures(self, draft_lens: Sequence[int]) -> Figures:
         """By timing these lengths, which begin with 0 and end with the longest."""
         drafts, forwards = {}, {}
-        for rows in self._batches:
-            took = self._steps(rows, draft_lens)
+        for rows, passes in self._passes(draft_lens).items():
+            took = _steps(passes)
             drafts[rows] = [draft_ns for draft_ns, _ in took]
             forwards[rows] = np.interp(
                 range(self._max_draft_len + 1), draft_lens, [verify_ns for _, verify_ns in took]
@@ -145,14 +148,29 @@ class _Timer:
             *(_between(each, largest) for each in (first, further)),
         )
 
-    def _steps(self, rows: int, draft_lens: Iterable[int]) -> list[tuple[float, float]]:
-        """For each length, nanoseconds of a block of so many drafts and of the target's forward
-        behind it.
+    def _passes(self, draft_lens: Sequence[int]) -> dict[int, list[list[int]]]:
+        """Of each number of rows: for each pass the nanoseconds of its steps, see `_pass`."""
+        clock, passes = self._clock, {rows: list[list[int]]() for rows in self._batches}
+        for rows, found in passes.items():
+            self._pass(rows, draft_lens)  # the first one allocates
+            found.append(self._pass(rows, draft_lens))
+        began = clock()
+        for _ in range(TURNS):
+            for rows, found in passes.items():
+                turn_began = clock()
+                if turn_began - began >= BUDGET_NS * len(passes):
+                    return passes
+                for _ in range(TURN_PASSES):
+                    found.append(self._pass(rows, draft_lens))
+                    if clock() - turn_began >= TURN_NS:
+                        break
+        return passes
 
-        As in truth, draft and target take turns, and like steps follow each other: caches hold what
-        they hold then. So a pass takes some steps of every length, of which the last counts. A
-        machine may be half as fast for a second, and what counts is how the lengths compare: so a
-        figure is its share of a pass, in the median, of the fastest pass.
+    def _pass(self, rows: int, draft_lens: Sequence[int]) -> list[int]:
+        """Nanoseconds of a block of drafts and of the target's forward behind it, for each length.
+
+        As in truth, draft and target take turns, and like steps follow each other where that
+        matters: caches hold what they hold then. So of some steps of every length the last counts.
         """
         slots, clock = list(range(rows)), self._clock
 
@@ -166,21 +184,13 @@ class _Timer:
             self._rewind(slots)
             return drafted - start, verified - drafted
 
-        passes: list[list[int]] = []
-        began = clock()
-        while not passes or (len(passes) <= PASSES and clock() - began < self._budget_ns):
-            passes.append([])
-            for draft_len in draft_lens:
-                for _ in range(1 if draft_len else SETTLING_STEPS):
-                    step(draft_len)
-                passes[-1] += step(draft_len)
-        passes = passes[1:] or passes  # the first one allocates
-        totals = [max(1, sum(times)) for times in passes]
-        figures = [
-            min(totals) * statistics.median(map(truediv, times, totals))
-            for times in zip(*passes, strict=True)
-        ]
-        return list(zip(figures[::2], figures[1::2], strict=True))
+        settling = SETTLING_STEPS if rows <= MOST_SETTLING_ROWS else 0
+        times = list[int]()
+        for draft_len in draft_lens:
+            for _ in range(min(1, settling) if draft_len else settling):
+                step(draft_len)
+            times += step(draft_len)
+        return times
 
     def probe_ns(self) -> float:
         """Nanoseconds of a probe of one row, in the midst of plain decoding."""
@@ -199,13 +209,27 @@ class _Timer:
         """Nanoseconds of a forward of the first row, behind a plain step."""
         times, clock = list[int](), self._clock
         began = clock()
-        while len(times) < 2 or (len(times) < PASSES and clock() - began < self._budget_ns):
+        while len(times) < 2 or (len(times) < FORWARDS and clock() - began < BUDGET_NS):
             self._verify([0], 1)
             start = clock()
             forward()
             times.append(clock() - start)
             self._rewind([0])
         return float(statistics.median(times))
+
+
+def _steps(passes: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    """For each length of these passes, nanoseconds of a block of drafts and of the forward.
+
+    A machine may be half as fast for a second, and what counts is how the lengths compare: so a
+    figure is its share of a pass, in the median, of the fastest pass.
+    """
+    totals = [max(1, sum(times)) for times in passes]
+    figures = [
+        min(totals) * statistics.median(map(truediv, times, totals))
+        for times in zip(*passes, strict=True)
+    ]
+    return list(zip(figures[::2], figures[1::2], strict=True))
 
 
 def _zeros(rows: int, width: int) -> torch.Tensor:

@@ -17,6 +17,9 @@ __all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
 
 TRIAL_STEPS = 8
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
+# The first one of a load that drafts comes that soon: it costs little, since the draft has read the
+# texts, and no plain step of this load may ever have been timed but before the first request.
+FIRST_INTERVAL = 16
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
 TRIAL_SHARE = 0.0025  # of the time, at most, that trials lose; it has passed before they begin
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
@@ -34,7 +37,7 @@ class Trials:
     def __init__(self, max_rows: int) -> None:
         loads = _load(max_rows) + 1
         self._steps = [0] * loads  # since the last trial
-        self._due: list[float] = [LEAST_INTERVAL] * loads  # so many of them, until it is asked
+        self._due: list[float] = [FIRST_INTERVAL] * loads  # so many of them, until it is asked
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
         self._left = 0  # steps of the trial
@@ -78,6 +81,8 @@ class Trials:
         is_settled = drafts == self._drafts[load]
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
         interval = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
+        if drafts and self._drafts[load] is None:
+            interval = FIRST_INTERVAL
         if self._steps[load] < interval:
             return self._put_off(load, interval)
         self._backoff[load], self._drafts[load] = backoff, drafts
