@@ -7,8 +7,8 @@ without server and client; here the arms take turns many times in a round. Both 
 load and seconds apart, so that a machine whose speed wavers favours neither; the intervals are over
 rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
 begin and end together, so that their prompts are read together, which no traffic does. Good:
-speculative / plain >= 1 and served / in process >= 0.85 at each load. The acceptance length tells
-how much was drafted: 1.00 where the draft model stays out of it. With
+speculative / plain >= 1 and served / in process >= 0.85 at each load. The acceptance length, the
+mean of the rounds, tells whether drafts were in use: 1.00 where none is accepted. With
 configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
@@ -203,15 +203,17 @@ class ClosedLoop:
     load: int
     lengths: Sequence[int]
     draft_len: int | None
-    tokens: int = 0  # of the requests that ended, as all below
+    # Of the requests that ended.
+    tokens: int = 0
     accepted: int = 0
     verify_steps: int = 0
+    # Of all.
     _begun: int = 0
     _running: dict[int, Outcome] = field(default_factory=dict)
 
     @property
     def acceptance_length(self) -> float:
-        return 1.0 + self.accepted / self.verify_steps
+        return 1.0 + self.accepted / max(1, self.verify_steps)
 
     def step(self) -> bool:
         """Returns whether there was anything to do."""
@@ -252,7 +254,7 @@ def bench(
     seed: int = FIRST_SEED,
 ) -> None:
     """Add a round of each load in `concurrency`: what `toolkit bench` measures in so many of its
-    own, together.
+    own together, in the mean.
 
     seed: which arm goes first depends on it. That one finds fewer prompts in the KV cache, so it
     must not be the same one in all runs.
@@ -273,8 +275,8 @@ def bench(
         served = loads[point["concurrency"]].served
         for arm in point["arms"]:
             served.rates[arm["name"]].append(arm["tokens_per_s"])
-            if arm["name"] == "speculative":
-                served.acceptance_length += arm["acceptance_length_by_round"]
+            if arm["name"] == "speculative" and arm["acceptance"] is not None:
+                served.acceptance_length.append(arm["acceptance"]["length"])
 
 
 def toolkit(*arguments: str) -> None:

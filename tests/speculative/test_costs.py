@@ -112,6 +112,19 @@ def test_slots_are_not_filled_for_longer_than_stated() -> None:
     assert costs.step_ns(1, 1) == near
 
 
+def test_slow_engines_are_timed_once() -> None:
+    clock, widths = EngineTime(), list[int]()
+
+    class Slow(TimedEngine):
+        def forward(self, slots: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+            clock.now += 1_000_000_000
+            widths.append(tokens.shape[1])
+            return super().forward(slots, tokens, **options)
+
+    measured_costs(Slow(clock, max_batch_size=2), None, 1, clock)
+    assert widths.count(2) == 2 * 2  # of each batch, the second one counts
+
+
 def test_drafts_without_an_engine_cost_nothing() -> None:
     clock = EngineTime()
     costs = measured_costs(TimedEngine(clock), None, 2, clock)

@@ -6,7 +6,8 @@ import pytest
 
 from toolkit.speculative.trials import (
     ASK_AGAIN_STEPS,
-    FIRST_INTERVAL,
+    FIRST_BLOCKS,
+    FIRST_TRIALS,
     LEAST_INTERVAL,
     LEAST_PROMISE,
     MOST_LOST_STEPS,
@@ -25,12 +26,18 @@ def steps_until_due(trials: Trials, rows: int) -> int:
 
 
 def steps_until_begun(
-    trials: Trials, rows: int, promise: float, further_steps: float = 0.0, *, drafts: bool
+    trials: Trials,
+    rows: int,
+    promise: float,
+    further_steps: float = 0.0,
+    *,
+    drafts: bool,
+    blocks: int = 0,
 ) -> int:
     steps = 0
     while True:
         steps += steps_until_due(trials, rows)
-        if trials.begin(rows, promise, further_steps, drafts=drafts):
+        if trials.begin(rows, promise, further_steps, drafts=drafts, blocks=blocks):
             return steps
 
 
@@ -45,10 +52,26 @@ def test_a_load_is_tried_so_rarely_that_it_costs_its_share_the_first_time_too() 
 
 def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
     trials = Trials(64)
-    assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=True) == FIRST_INTERVAL
-    trials.end()
     lost = TRIAL_STEPS * 0.25 + 2.0
-    assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=True) == 2 * lost / TRIAL_SHARE
+    for _ in range(100):
+        trials.pass_step(64)  # plain ones, behind which plain ones compare nothing
+    assert not trials.begin(64, 0.8, 2.0, drafts=True, blocks=0)
+    assert steps_until_due(trials, 64) == FIRST_BLOCKS
+    assert trials.begin(64, 0.8, 2.0, drafts=True, blocks=FIRST_BLOCKS)
+    while trials.pass_step(64):
+        pass
+    begun = steps_until_begun(trials, 64, 0.8, 2.0, drafts=True, blocks=FIRST_BLOCKS)
+    assert begun == 2 * lost / TRIAL_SHARE - TRIAL_STEPS
+
+
+def test_a_first_trial_that_was_cut_off_is_made_again_a_few_times() -> None:
+    trials, intervals = Trials(64), []
+    for _ in range(FIRST_TRIALS + 1):
+        intervals.append(steps_until_begun(trials, 64, 0.8, drafts=True, blocks=FIRST_BLOCKS))
+        trials.pass_step(8)
+        assert not trials.is_on
+    assert intervals[0] == FIRST_BLOCKS
+    assert max(intervals[1:-1]) <= LEAST_INTERVAL < intervals[-1]
 
 
 def test_what_trials_confirm_is_tried_ever_more_rarely_until_it_changes() -> None:

@@ -20,11 +20,11 @@ __all__ = ["measured_costs"]
 # What stands in each slot while the engines are timed, and then again. Filling the slots up to the
 # second takes about so long at most.
 NEAR_TOKENS, FAR_TOKENS, FILL_NS = 64, 256, 1_000_000_000
-# All numbers of rows are timed in turns, so that each sees more of the machine's waves than those
-# of its own moment: passes of a turn, as many as fit into that time; and turns, beside the first
-# one. None begins after the budget, so much for each number of rows.
+# Batches take turns, so that each sees more of the machine's waves than that of its own moment: so
+# many passes in a turn, unless that time has passed, and so many turns behind one pass of each.
+# None begins after the budget, so much for each batch, and that much at least.
 TURN_PASSES, TURN_NS = 4, 100_000_000
-TURNS, BUDGET_NS = 10, 300_000_000
+TURNS, BUDGET_NS, LEAST_BUDGET_NS = 10, 300_000_000, 1_000_000_000
 FORWARDS = 20  # of a probe, and of reading, at most
 # Behind drafts and wide forwards, plain steps of few rows become faster for about so many steps,
 # since the caches of the processor hold more and more of what they read.
@@ -149,16 +149,19 @@ class _Timer:
         )
 
     def _passes(self, draft_lens: Sequence[int]) -> dict[int, list[list[int]]]:
-        """Of each number of rows: for each pass the nanoseconds of its steps, see `_pass`."""
+        """Of each batch, by its rows: for each pass the nanoseconds of its steps, see `_pass`."""
         clock, passes = self._clock, {rows: list[list[int]]() for rows in self._batches}
-        for rows, found in passes.items():
-            self._pass(rows, draft_lens)  # the first one allocates
-            found.append(self._pass(rows, draft_lens))
+        began = clock()
+        first = {rows: self._pass(rows, draft_lens) for rows in passes}
+        budget_ns = max(LEAST_BUDGET_NS, BUDGET_NS * len(passes))
+        if clock() - began >= budget_ns:
+            return {rows: [times] for rows, times in first.items()}
+        # From here on without those, which allocate; one of each in any case.
         began = clock()
         for _ in range(TURNS):
             for rows, found in passes.items():
                 turn_began = clock()
-                if turn_began - began >= BUDGET_NS * len(passes):
+                if found and turn_began - began >= budget_ns:
                     return passes
                 for _ in range(TURN_PASSES):
                     found.append(self._pass(rows, draft_lens))
@@ -169,8 +172,9 @@ class _Timer:
     def _pass(self, rows: int, draft_lens: Sequence[int]) -> list[int]:
         """Nanoseconds of a block of drafts and of the target's forward behind it, for each length.
 
-        As in truth, draft and target take turns, and like steps follow each other where that
-        matters: caches hold what they hold then. So of some steps of every length the last counts.
+        As in truth, draft and target take turns, and where that matters like steps follow each
+        other: caches hold what they hold then. So of few rows some steps of every length are
+        taken, of which the last counts.
         """
         slots, clock = list(range(rows)), self._clock
 
@@ -184,11 +188,12 @@ class _Timer:
             self._rewind(slots)
             return drafted - start, verified - drafted
 
-        settling = SETTLING_STEPS if rows <= MOST_SETTLING_ROWS else 0
+        settles = rows <= MOST_SETTLING_ROWS
         times = list[int]()
         for draft_len in draft_lens:
-            for _ in range(min(1, settling) if draft_len else settling):
-                step(draft_len)
+            if settles:
+                for _ in range(1 if draft_len else SETTLING_STEPS):
+                    step(draft_len)
             times += step(draft_len)
         return times
 

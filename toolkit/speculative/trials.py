@@ -17,11 +17,13 @@ __all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
 
 TRIAL_STEPS = 8
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
-# The first one of a load that drafts comes that soon: it costs little, since the draft has read the
-# texts, and no plain step of this load may ever have been timed but before the first request.
-FIRST_INTERVAL = 16
+# The first one of a load comes sooner if it drafts, when a request has drafted so often: all that
+# is known of plain steps may be what was timed before the first request, and the draft has read the
+# texts. If requests come or leave meanwhile, so many are made.
+FIRST_BLOCKS, FIRST_TRIALS = 8, 3
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
-TRIAL_SHARE = 0.0025  # of the time, at most, that trials lose; it has passed before they begin
+# Of the time, at most, that trials lose, but for the first. It has passed before they begin.
+TRIAL_SHARE = 0.0025
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
 # which a step gives fewer tokens than that per row.
@@ -37,7 +39,8 @@ class Trials:
     def __init__(self, max_rows: int) -> None:
         loads = _load(max_rows) + 1
         self._steps = [0] * loads  # since the last trial
-        self._due: list[float] = [FIRST_INTERVAL] * loads  # so many of them, until it is asked
+        self._due: list[float] = [FIRST_BLOCKS] * loads  # so many of them, until it is asked
+        self._first = [FIRST_TRIALS] * loads  # that may come sooner
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
         self._left = 0  # steps of the trial
@@ -51,6 +54,8 @@ class Trials:
     def pass_step(self, rows: int) -> bool:
         """A step of so many rows follows. Returns whether the trial goes on in it."""
         self._steps[_load(rows)] += 1
+        if self._left == 1:
+            self._first[_load(self._rows)] = 0
         self._left = max(0, self._left - 1)
         if not LEAST_ROWS * self._rows <= rows <= MOST_ROWS * self._rows:
             self._left = 0
@@ -65,12 +70,14 @@ class Trials:
         load = _load(rows)
         return not self.is_on and self._steps[load] >= self._due[load]
 
-    def begin(self, rows: int, promise: float, further_steps: float, *, drafts: bool) -> bool:
+    def begin(
+        self, rows: int, promise: float, further_steps: float, *, drafts: bool, blocks: int = 0
+    ) -> bool:
         """Begin one with the next step, unless that would cost too much, or too much for now.
 
         promise: the expected speed over that of the present way. further_steps: how many steps
         what has to be read for it, or after it, takes. drafts: whether the present way is with
-        drafts.
+        drafts. blocks: the most that one of these requests has drafted.
         """
         load = _load(rows)
         if promise < LEAST_PROMISE:
@@ -81,10 +88,11 @@ class Trials:
         is_settled = drafts == self._drafts[load]
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
         interval = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
-        if drafts and self._drafts[load] is None:
-            interval = FIRST_INTERVAL
+        if drafts and self._first[load]:
+            interval = min(interval, self._steps[load] + max(0, FIRST_BLOCKS - blocks))
         if self._steps[load] < interval:
             return self._put_off(load, interval)
+        self._first[load] -= bool(drafts and self._first[load])
         self._backoff[load], self._drafts[load] = backoff, drafts
         self._steps[load], self._due[load] = 0, LEAST_INTERVAL
         self._left, self._rows, self._joined = TRIAL_STEPS, rows, 0
