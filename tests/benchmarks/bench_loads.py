@@ -207,8 +207,7 @@ class ClosedLoop:
     tokens: int = 0
     accepted: int = 0
     verify_steps: int = 0
-    # Of all.
-    _begun: int = 0
+    _begun: int = 0  # requests
     _running: dict[int, Outcome] = field(default_factory=dict)
 
     @property
@@ -288,15 +287,10 @@ def toolkit(*arguments: str) -> None:
 
 
 def show(name: str, loads: dict[int, Load]) -> None:
-    heads = [
-        *(f"{head:>9}" for head in ("plain", "spec.")),
-        f"{'spec./plain':>18}",
-        f"{'length':>8}",
-    ]
-    kept_heads = [f"{head:>18}" for head in ("plain", "spec.")]
+    heads = f"{'plain':>9}{'spec.':>9}{'spec./plain':>18}{'length':>8}"
     print(f"{name}: tokens/s, and the acceptance length with speculation")
     print(f"{'':8}{'in process':^44}{'served':^44}{'served / in process':^36}")
-    print(f"{'requests':>8}" + "".join([*heads, *heads, *kept_heads]))
+    print(f"{'requests':>8}{heads}{heads}{'plain':>18}{'spec.':>18}")
     for load, row in loads.items():
         cells = []
         for way in (row.in_process, row.served):

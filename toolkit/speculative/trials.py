@@ -77,7 +77,7 @@ class Trials:
 
         promise: the expected speed over that of the present way. further_steps: how many steps
         what has to be read for it, or after it, takes. drafts: whether the present way is with
-        drafts. blocks: the most that one of these requests has drafted.
+        drafts. blocks: the most that a request has drafted since it began to.
         """
         load = _load(rows)
         if promise < LEAST_PROMISE:
@@ -88,11 +88,13 @@ class Trials:
         is_settled = drafts == self._drafts[load]
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
         interval = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
-        if drafts and self._first[load]:
+        may_come_sooner = drafts and self._first[load] > 0
+        if may_come_sooner:
             interval = min(interval, self._steps[load] + max(0, FIRST_BLOCKS - blocks))
         if self._steps[load] < interval:
             return self._put_off(load, interval)
-        self._first[load] -= bool(drafts and self._first[load])
+        if may_come_sooner:
+            self._first[load] -= 1
         self._backoff[load], self._drafts[load] = backoff, drafts
         self._steps[load], self._due[load] = 0, LEAST_INTERVAL
         self._left, self._rows, self._joined = TRIAL_STEPS, rows, 0
