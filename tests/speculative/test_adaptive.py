@@ -22,6 +22,7 @@ from toolkit.speculative.adaptive import (
     DOUBTFUL_MISSES,
     GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
+    MOST_CONFIRMATIONS,
     PERFECT_ACCEPTANCE,
     PRIOR_REQUESTS,
     PROBE_TOKENS,
@@ -30,7 +31,7 @@ from toolkit.speculative.adaptive import (
     AdaptiveSettings,
     Controller,
 )
-from toolkit.speculative.trials import Trials
+from toolkit.speculative.trials import FIRST_BLOCKS, Trials
 
 LONGEST = 5
 OUTPUT_TOKENS = 192
@@ -565,6 +566,21 @@ def test_a_batch_that_drafts_tries_plain_steps_and_goes_on_as_before() -> None:
     assert [state.draft_len for state in states] == usual
     assert (joining.draft_len, joining.reason) == (usual[2], "pays")
     assert [state.changes for state in states] == [0, 0, 0]
+
+
+def test_the_first_trial_waits_until_rows_that_draft_have_done_so_for_a_while() -> None:
+    """What another row drafted before it ended its drafts says nothing."""
+    decider = controller(NEAR, trials=Trials(4))
+    drafting, ended = (Adaptation(rate, 1000.0, total_trials=1000.0) for rate in (750.0, 50.0))
+    assert decider.trials is not None
+    for blocks, begins in ((0, False), (FIRST_BLOCKS, True)):
+        for _ in range(2 * MOST_CONFIRMATIONS):  # decisions that stand begin none
+            if not decider.is_trying:
+                decider.choose([drafting, ended])
+                decider.trials.pass_steps(2, FIRST_BLOCKS)
+                drafting.blocks, ended.blocks = blocks, 50
+        assert decider.is_trying is begins
+        assert begins or (drafting.draft_len and ended.draft_len == 0)
 
 
 def test_a_batch_that_decodes_plainly_tries_drafts_that_might_pay() -> None:
