@@ -6,7 +6,8 @@ goes first once. In process, for engines that this process can run: the same run
 without server and client; here the arms take turns many times in a round. Both are measured load by
 load and seconds apart, so that a machine whose speed wavers favours neither; the intervals are over
 rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
-begin and end together, so that their prompts are read together, which no traffic does. Good:
+begin and end together, so that their prompts are read together, which no traffic does. Prefixes are
+not reused: how much a KV cache holds of an arm's prompts depends on which arm went before it. Good:
 speculative / plain >= 1 and served / in process >= 0.85 at each load. The acceptance length, the
 mean of the rounds, tells whether drafts were in use: 1.00 where none is accepted. With
 configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
@@ -100,7 +101,12 @@ def main() -> int:
 
 def build(path: Path, slots: int, changes: Sequence[str]) -> list[str]:
     """Build the deployment with so many slots. Returns the options that name it."""
-    changes = [f"name=loads-{path.stem}", f"engine.max_batch_size={slots}", *changes]
+    changes = [
+        f"name=loads-{path.stem}",
+        f"engine.max_batch_size={slots}",
+        "engine.enable_prefix_caching=false",
+        *changes,
+    ]
     options = [word for change in changes for word in ("--set", change)]
     toolkit("build", str(path), *options, "--until", "package")
     return options
@@ -255,8 +261,7 @@ def bench(
     """Add a round of each load in `concurrency`: what `toolkit bench` measures in so many of its
     own together, in the mean.
 
-    seed: which arm goes first depends on it. That one finds fewer prompts in the KV cache, so it
-    must not be the same one in all runs.
+    seed: which arm goes first depends on it, so it must not be the same in all runs.
     """
     with tempfile.TemporaryDirectory(prefix="toolkit-loads-") as folder:
         out = Path(folder) / "run.json"
