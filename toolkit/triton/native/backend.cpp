@@ -11,7 +11,7 @@
 //
 // Threads of an instance: Triton's, which calls Execute and writes requests; the reader, which sends
 // responses and never writes to the socket, so that neither side can wait for the other; and the
-// watcher, which looks for requests whose clients are gone.
+// watcher, which looks for requests whose clients are gone, and gives back freed memory.
 //
 // If the worker dies, its open requests are answered with an error, and so are later ones. It is not
 // started again and stays a zombie: that is how toolkit/process/supervise.py sees it.
@@ -55,6 +55,8 @@ constexpr uint32_t kMaxFrameBytes = 1u << 30;  // a longer frame is no frame of 
 // itself, malloc keeps what large requests once took on its heaps, up to 32 MB each, where a small
 // block behind it holds it for good: hostile prompts of 4 MB left 100 MiB in the server.
 constexpr int kMappedBytes = 1 << 20;
+// Large messages come in smaller pieces, too: what they leave free on a heap is given back so often.
+constexpr auto kTrimPeriod = std::chrono::seconds(10);
 
 // What the first byte of a frame says. wire.py has the same letters.
 enum Kind : char {
@@ -373,6 +375,7 @@ void Instance::read() {
 }
 
 void Instance::watch() {
+  auto trimmed = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   while (!stopped_.wait_for(lock, kWatchPeriod, [this] { return is_stopping_ || is_gone_; })) {
     std::vector<uint64_t> cancelled;
@@ -390,6 +393,10 @@ void Instance::watch() {
       Frame frame(kCancelled);
       frame.number(number);
       write(frame);
+    }
+    if (const auto now = std::chrono::steady_clock::now(); now - trimmed > kTrimPeriod) {
+      malloc_trim(0);
+      trimmed = now;
     }
     lock.lock();
   }

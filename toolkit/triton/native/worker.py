@@ -10,6 +10,7 @@ the connection ends, tritonserver is gone, and this process ends at once.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ ERROR_CODES = (
     *("UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG"),
     *("UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED"),
 )  # in the order of TRITONSERVER_Error_Code
+TRIM_PERIOD_S = 10.0
 
 
 class Connection:
@@ -196,6 +199,7 @@ def main() -> NoReturn:
     backend = socket.socket(fileno=wire.SOCKET)
     backend.set_inheritable(False)
     connection = Connection(backend)
+    threading.Thread(target=_give_back_memory, name="trim", daemon=True).start()
     try:
         stream = cast(BinaryIO, backend.makefile("rb", buffering=1 << 16))
         _serve(connection, wire.Reader(stream))
@@ -208,6 +212,17 @@ def main() -> NoReturn:
         os._exit(1)
     sys.stderr.flush()
     os._exit(0)  # the threads of a model that was not finalized would go on
+
+
+def _give_back_memory() -> None:
+    """Every TRIM_PERIOD_S, let the system have what large requests left free on malloc's heaps. It
+    takes about a millisecond, without the interpreter's lock. Returns if the C library is not
+    glibc.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        time.sleep(TRIM_PERIOD_S)
+        trim(0)
 
 
 def _serve(connection: Connection, reader: wire.Reader) -> None:
