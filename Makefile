@@ -12,7 +12,7 @@ OPENVINO_VENV := .venv-openvino
 .PHONY: quickstart test check format rehearse-all bench soak browser-check vllm openvino clean
 
 quickstart: $(STAMP)
-	@echo "Quantizing, compiling, serving and judging the quickstart pair: four to twelve minutes the first time, more beside other work, a second after that."
+	@echo "Quantizing, compiling, serving and judging the quickstart pair: four to fifteen minutes the first time, more beside other work, a second after that."
 	$(BIN)/toolkit build configs/quickstart.yaml
 
 # Files go to two processes whole, so that what a file shares between its tests is made once. vLLM

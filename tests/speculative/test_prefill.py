@@ -11,15 +11,38 @@ from tests.support.runtimes import assert_idle, make_request, make_runtime, serv
 from tests.support.step_engines import PackingTableEngine, TableEngine
 from toolkit.interfaces import TokenEvent
 from toolkit.speculative.rows import rows_forward
+from toolkit.speculative.runtime import SpeculativeRuntime
 
 ENGINES = [TableEngine, PackingTableEngine]
 
 
+CHUNK = 9  # tokens that the engines take of a prompt
+
+
+def decoding_runtime(target: TableEngine, requests: int) -> SpeculativeRuntime:
+    """With so many requests that decode."""
+    runtime = make_runtime(target, max_draft_len=0)
+    begun: set[str] = set()
+    for number in range(requests):
+        runtime.submit(
+            make_request((1,), 300, f"decoding {number}"), lambda event: begun.add(event.request_id)
+        )
+    while len(begun) < requests:
+        runtime.step()
+    return runtime
+
+
 def first_tokens(
-    engine: type[TableEngine], prompts: Sequence[int], *, new_short_every_step: bool = False
+    engine: type[TableEngine],
+    prompts: Sequence[int],
+    *,
+    decoding: int,
+    new_short_every_step: bool = False,
 ) -> list[int]:
-    """The step in which each prompt, of so many tokens, got its first token."""
-    runtime = make_runtime(engine(1, max_batch_size=16, max_seq_len=400), max_draft_len=0)
+    """The step in which each prompt, of so many tokens, got its first token, beside so many
+    requests that decode.
+    """
+    runtime = decoding_runtime(engine(1, max_batch_size=16, max_seq_len=400), decoding)
     first: dict[str, int] = {}
     step = 0
 
@@ -31,24 +54,42 @@ def first_tokens(
     while len(first) < len(prompts) or step == 0:
         step += 1
         if new_short_every_step:
-            runtime.submit(make_request((2, 3, 4), 1, f"short {step}"), lambda event: None)
+            runtime.submit(make_request((2,) * CHUNK, 1, f"short {step}"), lambda event: None)
         runtime.step()
         assert step < 200
     return [first[str(number)] for number in range(len(prompts))]
 
 
+@pytest.mark.parametrize("decoding", [0, 8])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_short_prompt_does_not_wait_for_a_long_one(engine: type[TableEngine]) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one(
+    engine: type[TableEngine], decoding: int
+) -> None:
     """The long one takes 34 chunks of nine."""
-    long, short, other = first_tokens(engine, [300, 3, 9])
-    assert max(short, other) <= 3
-    assert long <= 36
+    long, short, other = first_tokens(engine, [300, 3, 9], decoding=decoding)
+    assert max(short, other) <= 4
+    assert long <= 40
 
 
+@pytest.mark.parametrize("decoding", [0, 8])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_short_prompts_without_end_do_not_starve_a_long_one(engine: type[TableEngine]) -> None:
+def test_short_prompts_without_end_do_not_starve_a_long_one(
+    engine: type[TableEngine], decoding: int
+) -> None:
     """It gets at least every second chunk."""
-    assert first_tokens(engine, [90], new_short_every_step=True)[0] <= 21
+    prompts = first_tokens(engine, [90], decoding=decoding, new_short_every_step=True)
+    assert prompts[0] <= 21
+
+
+def test_prompts_delay_many_that_decode_by_a_chunk_a_step() -> None:
+    target = PackingTableEngine(1, max_batch_size=16, max_seq_len=400)
+    runtime = decoding_runtime(target, 8)
+    target.packed.clear()
+    for number in range(4):
+        runtime.submit(make_request((2,) * 5 * CHUNK, 1, str(number)), lambda event: None)
+    for _ in range(20):
+        runtime.step()
+    assert [sorted(lengths) for lengths in target.packed] == [[*[1] * 8, CHUNK]] * 20
 
 
 def test_chunks_share_the_forward_of_running_requests() -> None:

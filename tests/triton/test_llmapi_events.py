@@ -9,6 +9,7 @@ import queue
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -65,3 +66,36 @@ def test_the_sender_is_woken_for_responses_alone(
 ) -> None:
     """It takes the interpreter's lock from the thread that computes."""
     assert handed_over(model, streams=streams, interval_ns=interval_ns, count=5) == sizes
+
+
+def test_running_requests_and_a_few_waiting_ones_are_asked_whether_their_clients_are_gone(
+    model: Any,
+) -> None:
+    """Asking Triton about all of a long queue would take the computing thread's time."""
+    asked: list[str] = []
+
+    def sender_of(number: int) -> Any:
+        return SimpleNamespace(is_cancelled=lambda: asked.append(str(number)) or number in (2, 17))
+
+    jobs = {
+        str(number): SimpleNamespace(
+            id=str(number), lock=nullcontext(), done=False, sender=sender_of(number)
+        )
+        for number in range(20)
+    }
+    running = {"0", "1", "2"}
+    cancelled: list[str] = []
+    itself = SimpleNamespace(
+        _runtime=SimpleNamespace(active_ids=lambda: running, cancel=cancelled.append),
+        _jobs_lock=nullcontext(),
+        _jobs=jobs,
+        _next_waiting=0,
+    )
+    model.TritonPythonModel._cancel_abandoned(itself)
+    assert len(asked) == len(running) + model.WAITING_ASKED
+    assert running < set(asked)
+    assert cancelled == ["2"]
+    for _ in range(len(jobs) // model.WAITING_ASKED):
+        model.TritonPythonModel._cancel_abandoned(itself)
+    assert set(asked) == set(jobs)
+    assert "17" in cancelled
