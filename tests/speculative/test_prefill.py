@@ -14,8 +14,6 @@ from toolkit.speculative.rows import rows_forward
 from toolkit.speculative.runtime import SpeculativeRuntime
 
 ENGINES = [TableEngine, PackingTableEngine]
-
-
 CHUNK = 9  # tokens that the engines take of a prompt
 
 
@@ -67,8 +65,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
 ) -> None:
     """The long one takes 34 chunks of nine."""
     long, short, other = first_tokens(engine, [300, 3, 9], decoding=decoding)
-    assert max(short, other) <= 4
-    assert long <= 40
+    assert max(short, other) <= 3
+    assert long <= 36
 
 
 @pytest.mark.parametrize("decoding", [0, 8])
