@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -276,11 +277,17 @@ def bench(
         )
         run = json.loads(out.read_text(encoding="utf-8"))
     for point in run["points"]:
-        served = loads[point["concurrency"]].served
-        for arm in point["arms"]:
-            served.rates[arm["name"]].append(arm["tokens_per_s"])
-            if arm["name"] == "speculative" and arm["acceptance"] is not None:
-                served.acceptance_length.append(arm["acceptance"]["length"])
+        note_arms(loads[point["concurrency"]].served, point["arms"])
+
+
+def note_arms(served: Measured, arms: Sequence[dict[str, Any]]) -> None:
+    """Add what `toolkit bench` measured of the plain and the speculative arm. They are told apart
+    by their order: with two servers, as for vLLM, they have other names.
+    """
+    for name, arm in zip(ARMS, arms, strict=True):
+        served.rates[name].append(arm["tokens_per_s"])
+        if name == "speculative" and arm["acceptance"] is not None:
+            served.acceptance_length.append(arm["acceptance"]["length"])
 
 
 def toolkit(*arguments: str) -> None:
