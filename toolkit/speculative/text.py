@@ -133,9 +133,11 @@ class TextStream:
         All of them belong to it, unless a stop word was completed: then those up to and including
         the token that completed it.
         """
-        text, size = "", STOP_WORD_GROUP_TOKENS if self._stop else max(1, len(tokens))
-        for start in range(0, len(tokens), size):
-            count, new = self._add(tokens[start : start + size])
+        if not self._stop:
+            return self._add(tokens) if tokens else (0, "")
+        text = ""
+        for start in range(0, len(tokens), STOP_WORD_GROUP_TOKENS):
+            count, new = self._add(tokens[start : start + STOP_WORD_GROUP_TOKENS])
             text += new
             if self.stopped_by is not None:
                 return start + count, text
@@ -168,7 +170,20 @@ class TextStream:
         """
         counts: Sequence[int] = range(1, len(tokens) + 1) if self._stop else [len(tokens)]
         self._window.extend(tokens)
-        texts = self._aligned(len(tokens), counts)
+        texts = self._decode(len(tokens), counts)
+        # Nothing waits, as with most tokens: what follows would find the same, and takes longer.
+        if (
+            self._released_chars is None
+            and not self._stop
+            and not texts[0].startswith(REPLACEMENT_CHARACTER)
+            and not texts[1].endswith(REPLACEMENT_CHARACTER)
+        ):
+            new_text = texts[1][len(texts[0]) :]
+            if new_text or len(self._window) >= MAX_WINDOW_TOKENS:
+                del self._window[: self._released_ids]
+            self._released_ids = len(self._window)
+            return len(tokens), new_text
+        texts = self._aligned(texts, len(tokens), counts)
         whole = self._last_whole(tokens, counts, texts)
         if whole:
             del self._window[len(self._window) - len(tokens) :]
@@ -196,13 +211,12 @@ class TextStream:
             self._released_ids, self._released_chars = len(self._window), None
         return len(tokens), new_text
 
-    def _aligned(self, added: int, counts: Sequence[int]) -> list[str]:
-        """The texts of _decode, with a window that starts at the beginning of a character.
+    def _aligned(self, texts: list[str], added: int, counts: Sequence[int]) -> list[str]:
+        """The texts of _decode, or those of a window that starts at the beginning of a character.
 
         The context is cut out of the prompt by tokens. If the cut is inside a character, a decoder
         with byte fallback would break all bytes from the cut to the new ones.
         """
-        texts = self._decode(added, counts)
         for _ in range(MAX_CHARACTER_TOKENS - 1):
             if (
                 self._released_chars is not None
