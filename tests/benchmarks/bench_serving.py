@@ -56,6 +56,7 @@ DEPLOYMENTS = {
     "int8": [FAR_APART],
     "bf16": [FAR_APART, "target.quantization.quant_algo=NO_QUANT"],
 }
+OTHER_PARTS = ("tritonserver", "client")
 SAMPLED = {
     "T=0": Options(temperature=0.0),
     "T=0.8": Options(temperature=0.8),  # unseeded: speculative sampling by rejection
@@ -155,26 +156,33 @@ def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, f
     return run
 
 
-def processor_ns(server: int) -> dict[str, int]:
-    """Nanoseconds that these threads have computed so far. server: the process of tritonserver,
-    whose child is the model's.
+def processor_ns(server: int) -> Counter[tuple[str, int]]:
+    """(part, thread) -> nanoseconds that it has computed so far. server: the process of
+    tritonserver, whose child is the model's.
     """
 
-    def threads(process: str) -> list[int]:
-        times = []
+    def add(part: str, process: str) -> None:
         for task in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(OSError):  # a thread that has just ended
-                times.append(int((task / "schedstat").read_text().split()[0]))
-        return times
+                times[part, int(task.name)] += int((task / "schedstat").read_text().split()[0])
 
-    tasks = Path(f"/proc/{server}/task").iterdir()
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    model = sorted(time for pid in children for time in threads(pid))
+    times: Counter[tuple[str, int]] = Counter()
+    for task in Path(f"/proc/{server}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            add("model", pid)
+    add("tritonserver", str(server))
+    add("client", "self")
+    return times
+
+
+def by_part(spent: Counter[tuple[str, int]]) -> dict[str, int]:
+    """Nanoseconds by part. The stepping thread is the one of the model that computed the most."""
+    model = sorted(ns for (part, _), ns in spent.items() if part == "model")
+    others = [sum(ns for (of, _), ns in spent.items() if of == part) for part in OTHER_PARTS]
     return {
         "stepping thread": model[-1],
         "other threads of the model": sum(model[:-1]),
-        "tritonserver": sum(threads(str(server))),
-        "client": sum(threads("self")),
+        **dict(zip(OTHER_PARTS, others, strict=True)),
     }
 
 
@@ -199,7 +207,7 @@ def served(client: Client, arm: Arm, prompt: str, options: Options) -> None:
 def measure(
     repository: Path, prompts: Sequence[str], max_tokens: int, rounds: int
 ) -> dict[str, Any]:
-    bare, results, spent = Arm(), dict[str, Any](), Counter[str]()
+    bare, results, spent = Arm(), dict[str, Any](), Counter[tuple[str, int]]()
     run_bare = bare_loop(repository, max_tokens)
     with TritonServer(repository) as server, Client(server.grpc_url) as client:
         for name, options in SAMPLED.items():
@@ -246,7 +254,7 @@ def measure(
                     "bare_tokens_per_s": bare.rate(),
                     "chunk_ms": 1000 / plain.rate(),
                     "processor_ms_per_chunk": {
-                        part: ns / 1e6 / sum(plain.tokens) for part, ns in spent.items()
+                        part: ns / 1e6 / sum(plain.tokens) for part, ns in by_part(spent).items()
                     },
                 }
     return results
