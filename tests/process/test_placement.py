@@ -14,6 +14,7 @@ from toolkit.process.placement import (
     Crowding,
     claim_cores,
     claimed_cores,
+    give_way,
     keep_off,
     let_on,
     move_thread,
@@ -123,6 +124,36 @@ def test_only_tritonserver_is_moved() -> None:
 
 
 S = 1_000_000_000
+
+
+def policies_after(chosen: int) -> list[int]:
+    """Scheduling policies of a thread that gives way, of one that it starts, and of this one."""
+    policies = []
+
+    def inner() -> None:
+        policies.append(os.sched_getscheduler(0))
+
+    def outer() -> None:
+        os.sched_setscheduler(0, chosen, os.sched_param(0))
+        give_way()
+        policies.append(os.sched_getscheduler(0))
+        thread = threading.Thread(target=inner)
+        thread.start()
+        thread.join()
+
+    thread = threading.Thread(target=outer)
+    thread.start()
+    thread.join()
+    return [*policies, os.sched_getscheduler(0)]
+
+
+def test_a_thread_gives_way_alone() -> None:
+    here = os.sched_getscheduler(0)
+    assert policies_after(os.SCHED_OTHER) == [os.SCHED_BATCH, os.SCHED_BATCH, here]
+
+
+def test_a_policy_that_was_chosen_stays() -> None:
+    assert policies_after(os.SCHED_IDLE)[:2] == [os.SCHED_IDLE, os.SCHED_IDLE]
 
 
 def test_a_thread_that_waits_for_its_core_is_crowded() -> None:

@@ -200,6 +200,31 @@ def test_tokens_are_told_while_the_burst_runs() -> None:
     runtime.close()
 
 
+def test_what_follows_a_step_runs_on_the_thread_that_read_it() -> None:
+    target = BurstingTableEngine(1)
+    runtime = make_runtime(target)
+    outcome, stop = Outcome(), threading.Event()
+    calls: list[tuple[str, int]] = []  # thread, tokens that were told before
+    told: list[bool] = []
+    target.before_step = lambda step: told.append(
+        step == 0 or wait_for(lambda: ("burst reader", step + 1) in calls)
+    )
+    runner = threading.Thread(
+        target=runtime.run,
+        args=(stop, lambda: calls.append((threading.current_thread().name, len(outcome.ids)))),
+        name="runner",
+    )
+    runtime.submit(make_request(max_tokens=20), outcome.events.append)
+    runner.start()
+    has_ended = wait_for(lambda: ("runner", 20) in calls)
+    stop.set()
+    runner.join()
+    runtime.close()
+    assert has_ended
+    assert len(told) == 19
+    assert all(told)
+
+
 class LateLock:
     """The lock of a reader that waits for a processor before it has it; others have it at once."""
 

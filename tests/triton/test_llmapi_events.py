@@ -1,5 +1,5 @@
-"""Which events of the runtime the model of the `llmapi` layout hands to its sender, without a
-server.
+"""Which events of the runtime the model of the `llmapi` layout answers, on which thread, and in
+which order, without a server.
 """
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from __future__ import annotations
 import importlib
 import queue
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -39,17 +41,20 @@ def handed_over(model: Any, *, streams: bool, interval_ns: int, count: int) -> l
     request = parse({**tensors}, {}, Limits(decoupled=True, max_draft_len=0))
     job = model.Job("1", "", None, Answer(request, interval_ns), 1000)
     outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    itself = SimpleNamespace(_outbox=outbox)
+    itself = SimpleNamespace(
+        _outbox=outbox, _due=deque(), _runtime_thread=threading.current_thread()
+    )
     sizes = []
     for number in range(count):
         reason = "length" if number == count - 1 else None
         event = TokenEvent("1", (number,), "a", finish_reason=reason)
         model.TritonPythonModel._take(itself, job, event)
+        model.TritonPythonModel._send_due(itself)
         while not outbox.empty():
-            _, events = outbox.get()
-            sizes.append(len(events))
-            for each in events:
-                job.answer.add(each, time.monotonic_ns())
+            assert outbox.get() == [job]
+            sizes.append(len(job.held))
+            while job.held:
+                job.answer.add(job.held.popleft(), time.monotonic_ns())
     return sizes
 
 
@@ -66,6 +71,63 @@ def test_the_sender_is_woken_for_responses_alone(
 ) -> None:
     """It takes the interpreter's lock from the thread that computes."""
     assert handed_over(model, streams=streams, interval_ns=interval_ns, count=5) == sizes
+
+
+def test_the_reader_of_a_burst_answers_what_it_has_read(model: Any) -> None:
+    """It does not wake the sender, but for what the computing thread gives."""
+    answered: list[Any] = []
+    outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    itself = SimpleNamespace(
+        _outbox=outbox,
+        _due=deque(["a", "b"]),
+        _runtime_thread=threading.Thread(),
+        _gives_way=False,
+        _answer_all=answered.append,
+    )
+    for _ in range(2):
+        model.TritonPythonModel._send_due(itself)
+    assert answered == [["a", "b"]]
+    assert outbox.empty()
+
+
+def test_responses_to_a_request_stay_in_order_until_they_are_on_their_way(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender keeps some back, to send them at once, while a reader has the next ones."""
+    sent: list[int] = []
+    has_answered, may_go_out = threading.Event(), threading.Event()
+    local = threading.local()
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        local.kept = []
+        yield
+        if threading.current_thread().name == "sender":
+            has_answered.set()
+            may_go_out.wait(5)
+        sent.extend(local.kept)
+
+    monkeypatch.setattr(model.pb_utils, "together", together, raising=False)
+    itself = SimpleNamespace(
+        _sending=threading.Lock(),
+        _deliver=lambda _job, event: local.kept.extend(event.token_ids),
+        _answer=lambda job: model.TritonPythonModel._answer(itself, job),
+    )
+    job = model.Job("1", "", None, None, 1000)
+    threads = []
+    for number, name in enumerate(("sender", "reader")):
+        job.held.append(TokenEvent("1", (number,), "a"))
+        thread = threading.Thread(
+            target=model.TritonPythonModel._answer_all, args=(itself, [job]), name=name
+        )
+        thread.start()
+        threads.append(thread)
+        assert has_answered.wait(5)
+    threads[1].join(0.2)  # without the lock it would be over
+    may_go_out.set()
+    for thread in threads:
+        thread.join(5)
+    assert sent == [0, 1]
 
 
 def test_running_requests_and_a_few_waiting_ones_are_asked_whether_their_clients_are_gone(

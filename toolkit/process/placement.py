@@ -13,6 +13,11 @@ leaves its threads to the scheduler. So does one that may use no more cores than
 What else runs on the machine does not know of this. So our own clients and the gateway look for
 claims, and stay off the cores that a server computes on (`Visitor`).
 
+The threads that send pass chunks on to others, on the cores that are left: to tritonserver, and to
+clients on this machine. Where those have little time to spare, a queue grows behind a disturbance,
+wherever the scheduler lets it. It has to grow before the threads that send, since there chunks that
+wait are joined to one. So these give way (`give_way`).
+
 Beside other busy processes a core of one's own is a trap: the thread waits for it while another
 core may be idle. So the computing thread is observed, and a placement that makes it wait is given
 up.
@@ -34,6 +39,7 @@ __all__ = [
     "Visitor",
     "claim_cores",
     "claimed_cores",
+    "give_way",
     "keep_off",
     "let_on",
     "move_thread",
@@ -152,6 +158,16 @@ def let_on(process_id: int, cores: Collection[int]) -> None:
 def move_thread(cores: Collection[int]) -> None:
     """Let the calling thread, and those that it will start, use these cores."""
     os.sched_setaffinity(0, cores)
+
+
+def give_way() -> None:
+    """Let the calling thread, and those that it will start, take a core only once the thread that
+    runs there waits or its slice is over, instead of as soon as they have something to do. A policy
+    that somebody else chose for this process stays.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def tritonserver_above() -> int | None:

@@ -68,6 +68,8 @@ class Bursts:
         self._take: Callable[[BurstStep], bool] | None = None
         self._taken = 0
         self._event_fd = -1
+        # Called by the reader, without a lock, when it has taken what was known.
+        self.on_read: Callable[[], object] = lambda: None
         self._end_reader: Callable[[], object] | None = None
 
     def start(self) -> None:
@@ -167,5 +169,6 @@ def _read(reference: weakref.ref[Bursts], event_fd: int) -> None:
         bursts = reference()
         if bursts is not None:
             bursts.take_known()
+            bursts.on_read()
         del bursts
     os.close(event_fd)

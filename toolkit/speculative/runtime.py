@@ -197,8 +197,8 @@ class SpeculativeRuntime:
     # From any thread.
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> None:
-        """Queue a request. on_event is called on the stepping thread; the last event has a
-        finish_reason.
+        """Queue a request. on_event is called on the stepping thread, or on the reader of its
+        bursts; the last event has a finish_reason.
 
         Raises RequestError if the request can never be served, and QueueFull at overload. Nothing
         is shortened to fit: a request whose prompt and max_tokens together exceed the context is
@@ -304,15 +304,23 @@ class SpeculativeRuntime:
 
     # The stepping thread.
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event, on_step: Callable[[], object] = lambda: None) -> None:
         """Step until `stop` is set, and sleep while there is nothing to do. Requests that are open
         then stay open: see close().
+
+        on_step: called when the events of a step were given, and no lock is held. On this thread,
+        or on a second one that reads what a burst gives while the next step runs: see
+        toolkit.speculative.bursts.
         """
         self._runner = threading.current_thread()
+        if self._bursts is not None:
+            self._bursts.on_read = on_step
         try:
             while not stop.is_set():
                 self._wake.clear()
-                if not self.step():
+                has_stepped = self.step()
+                on_step()
+                if not has_stepped:
                     self._wake.wait(IDLE_S)
         finally:
             self._runner = None

@@ -44,6 +44,14 @@ def test_a_response_reads_back(number: int, flags: int, outputs: list[tuple[str,
         assert read.tobytes() == array.tobytes() or read.tolist() == array.tolist()
 
 
+@given(arrays)
+def test_elements_are_written_as_an_array_of_them(array: Any) -> None:
+    flat = array.reshape(-1)
+    values = wire.Values(array.dtype, flat.tolist())
+    frames = [wire.response_frame(1, 0, [("name", content)]) for content in (flat, values)]
+    assert frames[0] == frames[1]
+
+
 @given(st.text(max_size=30), st.integers(0, 7))
 def test_an_error_reads_back(message: str, code: int) -> None:
     reader = reader_of(wire.error_frame(7, code, message), wire.simple_frame(wire.READY))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -31,3 +34,48 @@ def test_what_lies_free_below_a_block_in_use_goes_back(monkeypatch: pytest.Monke
         worker._give_back_memory()
     assert before - sample_of(os.getpid()).memory > BLOCKS * BLOCK_BYTES // 2
     library.free(last)
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    backend, ours = socket.socketpair()
+    with backend, ours:
+        yield backend, ours
+
+
+def test_frames_that_are_sent_together_go_out_at_the_end(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    backend, ours = sockets
+    backend.setblocking(False)
+    connection = worker.Connection(ours)
+
+    def has_arrived() -> bytes:
+        try:
+            return backend.recv(100)
+        except BlockingIOError:
+            return b""
+
+    with connection.together():
+        connection.send(b"one")
+        connection.send(b"two")
+        assert has_arrived() == b""
+        other = threading.Thread(target=connection.send, args=(b"of another thread",))
+        other.start()
+        other.join()
+        assert has_arrived() == b"of another thread"
+    assert has_arrived() == b"onetwo"
+    connection.send(b"three")
+    assert has_arrived() == b"three"
+
+
+def test_what_was_sent_before_a_fault_goes_out(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    backend, ours = sockets
+    connection = worker.Connection(ours)
+    with pytest.raises(ValueError, match="on purpose"), connection.together():
+        connection.send(b"one")
+        raise ValueError("on purpose")
+    connection.send(b"two")
+    assert backend.recv(100) == b"onetwo"

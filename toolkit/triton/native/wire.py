@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ __all__ = [
     "STOP",
     "TYPES",
     "Reader",
+    "Values",
     "change_frame",
     "error_frame",
     "family_frame",
@@ -136,22 +137,29 @@ def simple_frame(kind: bytes, text: str | None = None) -> bytes:
     return U32.pack(len(body)) + body
 
 
+class Values(NamedTuple):
+    """A tensor of one dimension, as its elements: bytes for texts. For few elements it takes longer
+    to make an array than all else of a response does.
+    """
+
+    dtype: np.dtype[Any]
+    elements: Sequence[Any]
+
+
 def response_frame(number: int, flags: int, outputs: Sequence[tuple[str, Any]] | None) -> bytes:
-    """A response to request `number`; outputs: (name, array). None: only the flags."""
+    """A response to request `number`; outputs: (name, array or Values). None: only the flags."""
     if outputs is None:
         return RESPONSE_HEAD.pack(RESPONSE_HEAD.size - 4, RESPONSE, number, flags, NOTHING)
     parts = [U32.pack(len(outputs))]
     for name, array in outputs:
-        if array.dtype == np.object_:
-            elements = array.reshape(-1).tolist()
-            content = b"".join([U32.pack(len(element)) + element for element in elements])
+        if isinstance(array, Values):
+            number_of_type, shape = NUMBERS[array.dtype], (len(array.elements),)
+            content = _content(array.dtype.char, array.elements)
         else:
-            content = array.tobytes()
-        parts += (
-            _tensor_head(name, NUMBERS[array.dtype], array.shape),
-            U32.pack(len(content)),
-            content,
-        )
+            number_of_type, shape = NUMBERS[array.dtype], array.shape
+            is_text = array.dtype == np.object_
+            content = _content("O", array.reshape(-1).tolist()) if is_text else array.tobytes()
+        parts += (_tensor_head(name, number_of_type, shape), U32.pack(len(content)), content)
     body = b"".join(parts)
     size = RESPONSE_HEAD.size - 4 + len(body)
     return RESPONSE_HEAD.pack(size, RESPONSE, number, flags, OUTPUTS) + body
@@ -190,6 +198,13 @@ def change_frame(metric: int, change: int, value: float) -> bytes:
 def log_frame(level: int, message: str) -> bytes:
     """level: TRITONSERVER_LogLevel."""
     return _framed(LOG + struct.pack("=B", level) + _text(message))
+
+
+def _content(code: str, elements: Sequence[Any]) -> bytes:
+    """code: of the type's elements, which numpy and `struct` write alike."""
+    if code == "O":
+        return b"".join([U32.pack(len(element)) + element for element in elements])
+    return struct.pack(f"{len(elements)}{code}", *elements)
 
 
 def _framed(body: bytes) -> bytes:

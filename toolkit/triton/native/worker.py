@@ -10,6 +10,7 @@ the connection ends, tritonserver is gone, and this process ends at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
@@ -42,11 +43,31 @@ class Connection:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._lock = threading.Lock()
+        self._local = threading.local()  # frames: those that the thread keeps back
 
     def send(self, frame: bytes) -> None:
         """Raises OSError if the backend is gone."""
+        frames: list[bytes] | None = getattr(self._local, "frames", None)
+        if frames is not None:
+            frames.append(frame)
+            return
         with self._lock:
             self._socket.sendall(frame)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread sends inside goes out at the end, at once. Else the backend may be run
+        after each frame, on the core of this thread, which then holds up what is still to be sent.
+        Raises OSError if the backend is gone.
+        """
+        frames: list[bytes] = []
+        self._local.frames = frames
+        try:
+            yield
+        finally:
+            self._local.frames = None
+            if frames:
+                self.send(b"".join(frames))
 
 
 class Tensor:
@@ -186,6 +207,8 @@ def utilities(connection: Connection) -> types.ModuleType:
         Tensor=Tensor,
         TritonError=TritonError,
         TritonModelException=TritonModelException,
+        Values=wire.Values,
+        together=connection.together,
     )
     return module
 

@@ -2,11 +2,12 @@
 `llmapi` format. Our backend runs it (toolkit.triton.native), or Triton's Python backend.
 
 Threads: `execute`, which the backend calls, checks a request, submits it and returns at once. One
-thread runs the speculative runtime. Its events go to a second, which makes responses of them and
-sends them (0.05 to 0.1 ms each); a forward does not hold the interpreter's lock, so the two work
-side by side. It is woken only for events that make a response due. Events that come while the
-sender is busy are sent together, a response per request, so that it never falls behind. A third
-thread cancels requests whose clients are gone, and updates the metrics.
+thread runs the speculative runtime. Behind each step the events that make a response due go to a
+second, the sender, which makes responses of them and sends them (0.05 to 0.1 ms each); a forward
+does not hold the interpreter's lock, so the two work side by side. While a single request is
+decoded in bursts, the thread that reads them sends them, too. Events that come while their thread
+is busy are sent together, a response per request, so that it never falls behind. A last thread
+cancels requests whose clients are gone, and updates the metrics.
 `toolkit.triton.tensors.requests` holds everything about the content of requests; this file is only
 Triton's side.
 
@@ -16,11 +17,13 @@ fails, every open request is answered with the reason, and later ones are refuse
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ try:
     from toolkit.process.placement import (
         Crowding,
         claim_cores,
+        give_way,
         keep_off,
         let_on,
         move_thread,
@@ -71,10 +75,10 @@ except ImportError as error:
     ) from error
 
 NUMPY_TYPES = {
-    "TYPE_STRING": np.object_,
-    "TYPE_INT32": np.int32,
-    "TYPE_INT64": np.int64,
-    "TYPE_FP32": np.float32,
+    "TYPE_STRING": np.dtype(np.object_),
+    "TYPE_INT32": np.dtype(np.int32),
+    "TYPE_INT64": np.dtype(np.int64),
+    "TYPE_FP32": np.dtype(np.float32),
 }
 WAITING_ASKED = 4  # waiting requests whose clients are asked for in each period
 OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
@@ -91,7 +95,7 @@ class Job:
     sender: Any
     answer: Answer
     timeout_ms: int
-    held: list[TokenEvent] = field(default_factory=list)  # until a response is due
+    held: deque[TokenEvent] = field(default_factory=deque)  # events that were not answered
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: bool = False
 
@@ -135,7 +139,8 @@ class TritonPythonModel:
         # Threads that are started from here on, and those of Triton, leave the computing cores.
         threads = our_settings["threads"]
         allowed = os.sched_getaffinity(0)
-        self._placement = claim_cores(len(allowed) if threads is None else int(threads), allowed)
+        computing = len(allowed) if threads is None else int(threads)
+        self._placement = claim_cores(computing, allowed)
         if self._placement is not None:
             for process in _placed_processes():
                 keep_off(process, self._placement.computing)
@@ -151,13 +156,16 @@ class TritonPythonModel:
         self._metrics = Metrics(pb_utils, MODEL)
         self._period_s = settings["triton_config"]["cancellation_check_period_ms"] / 1000
         self._stream_interval_ns = int(1e6 * our_settings["stream_interval_ms"])
-        self._outbox: queue.SimpleQueue[tuple[Job, list[TokenEvent]] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name="runtime"),
-            threading.Thread(target=self._watch, name="watcher"),
-        ]
+        self._due: deque[Job] = deque()  # jobs with a response to send, until the step is over
+        self._sending = threading.Lock()  # held by the one thread that answers
+        self._outbox: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._runtime_thread = threading.Thread(target=self._run, name="runtime")
+        self._watcher = threading.Thread(target=self._watch, name="watcher")
         self._sender = threading.Thread(target=self._send, name="sender")
-        for thread in (*self._threads, self._sender):
+        # Where all cores compute, a thread that gives way would wait for a forward.
+        self._gives_way = computing < len(allowed)
+        self._reader_gives_way = False
+        for thread in (self._runtime_thread, self._watcher, self._sender):
             thread.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -166,7 +174,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._stop.set()
-        for thread in self._threads:
+        for thread in (self._runtime_thread, self._watcher):
             thread.join()
         self._fail_all("the server is stopping")
         self._outbox.put(None)
@@ -266,7 +274,7 @@ class TritonPythonModel:
             move_thread(self._placement.computing)
             self._computing_thread = threading.get_native_id()
         try:
-            self._runtime.run(self._stop)
+            self._runtime.run(self._stop, self._send_due)
         except Exception as error:
             self._broken = (
                 f"the runtime failed and serves no more requests: {error!r}; the server's log has"
@@ -279,41 +287,63 @@ class TritonPythonModel:
         with self._jobs_lock:
             open_jobs = list(self._jobs.values())
         for job in open_jobs:
-            event = TokenEvent(job.id, (), "", finish_reason="error", error=reason)
-            self._outbox.put((job, [event]))
+            job.held.append(TokenEvent(job.id, (), "", finish_reason="error", error=reason))
+        self._outbox.put(open_jobs)
 
     def _take(self, job: Job, event: TokenEvent) -> None:
-        """Called by the runtime with each event of a request. Events wait here until they make a
-        response: the sender needs the interpreter's lock for each item, and the next step would
-        wait for it.
-        """
+        """Called by the runtime with each event of a request."""
         job.held.append(event)
         if event.finish_reason is not None or job.answer.is_due(time.monotonic_ns()):
-            events, job.held = job.held, []
-            self._outbox.put((job, events))
+            self._due.append(job)
+
+    def _send_due(self) -> None:
+        """Called by the runtime behind the events of a step. The thread that computes leaves the
+        responses to the sender; the one that reads while it does sends them itself, which spares
+        waking another.
+        """
+        jobs: list[Job] = []
+        with contextlib.suppress(IndexError):  # two threads may take from it at a time
+            while True:
+                jobs.append(self._due.popleft())
+        if not jobs:
+            return
+        if threading.current_thread() is self._runtime_thread:
+            self._outbox.put(jobs)
+            return
+        if self._gives_way and not self._reader_gives_way:
+            self._reader_gives_way = True
+            give_way()
+        self._answer_all(jobs)
 
     # The sender's thread.
 
     def _send(self) -> None:
-        is_open = True
-        while is_open:
-            items = [self._outbox.get()]
-            while not self._outbox.empty():
-                items.append(self._outbox.get())
-            is_open = None not in items
-            events: dict[str, tuple[Job, list[TokenEvent]]] = {}
-            for item in items:
-                if item is not None:
-                    job, new = item
-                    events.setdefault(job.id, (job, []))[1].extend(new)
-            for job, of_job in events.values():
-                try:
-                    for event in joined(of_job):
-                        self._deliver(job, event)
-                # Sending has to go on, or no request would be answered any more.
-                except Exception as error:
-                    pb_utils.Logger.log_error(traceback_of(error))
-                    self._runtime.cancel(job.id)
+        if self._gives_way:
+            give_way()
+        while (jobs := self._outbox.get()) is not None:
+            self._answer_all(jobs)
+
+    # On the sender's thread, or on the reader's of a burst.
+
+    def _answer_all(self, jobs: list[Job]) -> None:
+        """Answer the events of these requests that were not answered. The lock keeps the responses
+        to a request in their order, until they are on their way.
+        """
+        # Our backend can send them at once: see toolkit.triton.native.worker.
+        together = getattr(pb_utils, "together", contextlib.nullcontext)
+        with self._sending, together():
+            for job in jobs:
+                self._answer(job)
+
+    def _answer(self, job: Job) -> None:
+        events = [job.held.popleft() for _ in range(len(job.held))]
+        try:
+            for event in joined(events) if events else ():
+                self._deliver(job, event)
+        # Sending has to go on, or no request would be answered any more.
+        except Exception as error:
+            pb_utils.Logger.log_error(traceback_of(error))
+            self._runtime.cancel(job.id)
 
     def _deliver(self, job: Job, event: TokenEvent) -> None:
         """Send the response to an event. A fault here ends only this request."""
@@ -441,7 +471,12 @@ def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
 
 def _tensor(name: str, values: list[Any]) -> Any:
     data = [value.encode("utf-8") if isinstance(value, str) else value for value in values]
-    return pb_utils.Tensor(name, np.array(data, dtype=OUTPUT_TYPES[name]))
+    dtype = OUTPUT_TYPES[name]
+    # Our backend takes the elements as they are: see toolkit.triton.native.wire.
+    is_ours = hasattr(pb_utils, "Values")
+    return pb_utils.Tensor(
+        name, pb_utils.Values(dtype, data) if is_ours else np.array(data, dtype=dtype)
+    )
 
 
 def _error(outcome: RequestOutcome, message: str) -> Any:
