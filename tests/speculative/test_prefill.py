@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from tests.support.runtimes import assert_idle, make_request, make_runtime, serve
+from tests.support.runtimes import Outcome, assert_idle, make_request, make_runtime, serve
 from tests.support.step_engines import PackingTableEngine, TableEngine
 from toolkit.interfaces import TokenEvent
 from toolkit.speculative.rows import rows_forward
@@ -167,3 +168,38 @@ def test_an_engine_that_does_not_pack_gets_padded_rows_and_keeps_its_lengths() -
     assert [padded.length(slot) for slot in range(3)] == [3, 2, 1]
     last = [rows_forward(engine)([0, 1], [(7, 8), (9, 1)], [0, 1]) for engine in (padded, packed)]
     assert torch.equal(*last)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("others", [0, 1])
+def test_tokens_are_passed_on_before_the_draft_reads_a_prompt(
+    engine: type[TableEngine], others: int
+) -> None:
+    """A long prompt takes it long. others: requests that decode in the same step."""
+    draft = engine(2, max_batch_size=4, max_seq_len=400)
+    runtime = make_runtime(engine(1, max_batch_size=4, max_seq_len=400), draft)
+    outcomes = [Outcome() for _ in range(others + 1)]
+    stop, passed_on, forward = threading.Event(), [0] * (others + 1), draft.forward
+    unsaid: list[int] = []  # tokens that were told and not passed on, at each forward of the draft
+
+    def pass_on() -> None:
+        passed_on[:] = [len(outcome.ids) for outcome in outcomes]
+
+    def watched_forward(*args: object, **kwargs: object) -> torch.Tensor:
+        unsaid.append(sum(len(outcome.ids) for outcome in outcomes) - sum(passed_on))
+        return forward(*args, **kwargs)  # type: ignore[arg-type]
+
+    draft.forward = watched_forward  # type: ignore[method-assign]
+    runner = threading.Thread(target=runtime.run, args=(stop, pass_on))
+    runner.start()
+    for number, outcome in enumerate(outcomes):
+        is_last = number == others
+        request = make_request((1,) * 4 * CHUNK, 8 if is_last else 300, str(number))
+        runtime.submit(request, outcome.events.append)
+        while not outcome.events or (is_last and outcome.events[-1].finish_reason is None):
+            stop.wait(0.001)
+    stop.set()
+    runner.join()
+    runtime.close()
+    assert unsaid
+    assert not any(unsaid)

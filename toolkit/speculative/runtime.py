@@ -181,6 +181,7 @@ class SpeculativeRuntime:
 
         self._stepping = threading.RLock()  # guards the rest: held for a whole step
         self._runner: threading.Thread | None = None
+        self._on_told: Callable[[], object] = lambda: None
         self._slots = [Slot(number) for number in range(target.max_batch_size)]
         self._free = set(range(target.max_batch_size))
         self._uses = 0  # of slots
@@ -304,26 +305,26 @@ class SpeculativeRuntime:
 
     # The stepping thread.
 
-    def run(self, stop: threading.Event, on_step: Callable[[], object] = lambda: None) -> None:
+    def run(self, stop: threading.Event, on_told: Callable[[], object] = lambda: None) -> None:
         """Step until `stop` is set, and sleep while there is nothing to do. Requests that are open
         then stay open: see close().
 
-        on_step: called when the events of a step were given, and no lock is held. On this thread,
-        or on a second one that reads what a burst gives while the next step runs: see
+        on_told: called behind events, before the runtime goes on to what takes long. On this
+        thread, or on a second one that reads what a burst gives while the next step runs: see
         toolkit.speculative.bursts.
         """
-        self._runner = threading.current_thread()
+        self._runner, self._on_told = threading.current_thread(), on_told
         if self._bursts is not None:
-            self._bursts.on_read = on_step
+            self._bursts.on_read = on_told
         try:
             while not stop.is_set():
                 self._wake.clear()
                 has_stepped = self.step()
-                on_step()
+                on_told()
                 if not has_stepped:
                     self._wake.wait(IDLE_S)
         finally:
-            self._runner = None
+            self._runner, self._on_told = None, lambda: None
 
     def step(self) -> bool:
         """One iteration. False if there was nothing to do."""
@@ -477,6 +478,7 @@ class SpeculativeRuntime:
             try:
                 if chunk.ends_prompt:
                     self._begin(sequence, logits[count - 1 : count])
+                    self._on_told()
             except Exception as error:
                 self._fail([sequence], error)
                 continue
@@ -547,6 +549,7 @@ class SpeculativeRuntime:
         for row, event in outcomes:
             row.tally.add_time(drafted - start, verified - drafted, host_ns)
             self._deliver(row, event)
+        self._on_told()
         if read:
             self._read(read, first_logits)
         # A forward that read prompts, too, says nothing about the cost of a step, nor does a draft

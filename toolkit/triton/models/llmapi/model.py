@@ -297,9 +297,9 @@ class TritonPythonModel:
             self._due.append(job)
 
     def _send_due(self) -> None:
-        """Called by the runtime behind the events of a step. The thread that computes leaves the
-        responses to the sender; the one that reads while it does sends them itself, which spares
-        waking another.
+        """Called by the runtime behind events, before it goes on. The thread that computes leaves
+        the responses to the sender; the one that reads while it does sends them itself, which
+        spares waking another.
         """
         jobs: list[Job] = []
         with contextlib.suppress(IndexError):  # two threads may take from it at a time
