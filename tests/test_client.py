@@ -328,6 +328,26 @@ def test_closing_a_stream_cancels_it_on_the_server(serve: Callable[..., Any]) ->
     assert service.cancelled.wait(5)
 
 
+def test_closing_the_client_ends_what_another_thread_waits_for(serve: Callable[..., Any]) -> None:
+    client, _ = serve(STREAM[0], 3.0, *STREAM[1:])
+    has_begun, failures = threading.Event(), []
+
+    def read() -> None:
+        try:
+            for _ in client.stream("x"):
+                has_begun.set()
+        except ServerUnavailable as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    assert has_begun.wait(5)
+    client.close()
+    reader.join(2)
+    assert not reader.is_alive()
+    assert len(failures) == 1
+
+
 @pytest.mark.parametrize("script", [[REFUSAL, 0.3], [*STREAM, 0.3]])
 def test_an_answered_stream_is_not_cancelled_before_the_server_ends_it(
     serve: Callable[..., Any], script: list[Any]
