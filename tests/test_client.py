@@ -329,23 +329,50 @@ def test_closing_a_stream_cancels_it_on_the_server(serve: Callable[..., Any]) ->
 
 
 def test_closing_the_client_ends_what_another_thread_waits_for(serve: Callable[..., Any]) -> None:
-    client, _ = serve(STREAM[0], 3.0, *STREAM[1:])
-    has_begun, failures = threading.Event(), []
+    client, service = serve(STREAM[0], 3.0, *STREAM[1:])
+    client.interface()
+    failures = []
 
     def read() -> None:
         try:
-            for _ in client.stream("x"):
-                has_begun.set()
+            client.chunks("x")
         except ServerUnavailable as error:
             failures.append(error)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    assert has_begun.wait(5)
+    while not service.requests:
+        time.sleep(0.001)
     client.close()
     reader.join(2)
     assert not reader.is_alive()
     assert len(failures) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ([*STREAM], None),
+        ([*STREAM, 0.1], None),
+        ([REFUSAL, 0.1], RequestRefused),
+        ([REFUSAL, grpc.StatusCode.UNAVAILABLE], RequestRefused),
+        ([STREAM[0]], ServerUnavailable),
+        ([STREAM[0], grpc.StatusCode.UNAVAILABLE], ServerUnavailable),
+    ],
+)
+def test_a_stream_that_is_read_whole_gives_what_one_by_one_gives(
+    serve: Callable[..., Any], script: list[Any], error: type[Exception] | None
+) -> None:
+    client, service = serve(*script)
+    if error is None:
+        whole, single = client.chunks("x"), list(client.stream("x"))
+        assert [chunk.text for chunk in whole] == [chunk.text for chunk in single]
+        assert whole[-1].finish_reason == single[-1].finish_reason
+        assert not service.cancelled.is_set()
+        return
+    for read in (client.chunks, lambda prompt: list(client.stream(prompt))):
+        with pytest.raises(error):
+            read("x")
 
 
 @pytest.mark.parametrize("script", [[REFUSAL, 0.3], [*STREAM, 0.3]])

@@ -27,7 +27,6 @@ import json
 import re
 import struct
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -378,15 +377,13 @@ class Client:
             ("grpc.max_receive_message_length", -1),
             *([("grpc.enable_http_proxy", 0)] if is_local else []),
             ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
-            # The thread that calls waits for its answers itself, instead of for a second one that
-            # does: a quarter of a chunk's processor time.
-            (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
+            (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),  # see `chunks`
         ]
         self._channel = grpc.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         # Triton's stream takes any number of requests. One of ours takes one, as a call does that
         # sends a single message.
-        self._infer = self._channel.unary_stream(
+        self._infer_whole = self._channel.unary_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
@@ -455,6 +452,36 @@ class Client:
             streaming=True,
         )
 
+    def chunks(self, prompt: str, options: Options | None = None) -> list[Chunk]:
+        """As `stream`, read to its end.
+
+        This thread waits for the answers itself, instead of for a second one that does, which saves
+        a quarter of a chunk's processor time. A stream that may be left is no such call: gRPC
+        (1.85) never frees one that is cancelled, 18 KB.
+        """
+        interface = self.interface()
+        request = interface.request(
+            self.model or MODELS[-1], prompt, options or Options(), "", streaming=True
+        )
+        reader = AnswerReader(interface, self.url, streaming=True)
+        chunks: list[Chunk] = []
+        refusal: ClientError | None = None
+        try:
+            for response in self._infer_whole(request, timeout=self.timeout_s):
+                try:
+                    chunk = None if refusal else reader.read(response)
+                except ClientError as error:
+                    refusal = error
+                else:
+                    chunks += [] if chunk is None else [chunk]
+        except grpc.RpcError as error:
+            if refusal is None:
+                raise translated(error, self.url, self.timeout_s) from error
+        if refusal is not None:
+            raise refusal
+        reader.check_complete()
+        return chunks
+
     def answer(self, prompt: str, options: Options | None = None) -> Iterator[Chunk]:
         """As `stream`; a model that does not stream answers in one chunk."""
         streaming = self.interface().streams
@@ -491,7 +518,7 @@ class Client:
     def _time(self, prompt: str, options: Options) -> RequestTiming:
         options = self.apart(options)
         sent_ns = time.monotonic_ns()
-        return timing(prompt, list(self._call(prompt, options, "", streaming=True)), sent_ns)
+        return timing(prompt, self.chunks(prompt, options), sent_ns)
 
     def interface(self) -> ModelInterface:
         """What the served model is like. Asks once. Raises RequestRefused, ServerUnavailable."""
@@ -513,7 +540,7 @@ class Client:
         request = interface.request(
             self.model or MODELS[-1], prompt, options, request_id, streaming=streaming
         )
-        call = self._infer(request, timeout=self.timeout_s)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout_s)
         reader = AnswerReader(interface, self.url, streaming=streaming)
         try:
             for response in call:
@@ -523,20 +550,11 @@ class Client:
         except grpc.RpcError as error:
             raise translated(error, self.url, self.timeout_s) from error
         finally:
-            if reader.has_ended and not call.done():
-                _await_end(call)
+            if reader.has_ended:  # what went wrong afterwards is of no interest
+                with contextlib.suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                    call.exception(timeout=STREAM_END_S)
             call.cancel()  # does nothing if the call is over
         reader.check_complete()
-
-
-def _await_end(call: Any) -> None:
-    """Read to the end of an answered stream. What goes wrong there is of no interest."""
-    limit = threading.Timer(STREAM_END_S, call.cancel)
-    limit.start()
-    with contextlib.suppress(grpc.RpcError):
-        for _ in call:
-            pass
-    limit.cancel()
 
 
 class AnswerReader:

@@ -123,12 +123,12 @@ def measure(repository: Path, arguments: argparse.Namespace) -> list[dict[str, A
                             tokens, seconds = bare(prompt)
                             bare_rates.append(tokens / seconds)
                         with off_claimed_cores():
-                            answers.append(list(client.stream(prompt, options)))
+                            answers.append(client.chunks(prompt, options))
                 else:
                     with off_claimed_cores(), ThreadPoolExecutor(streams) as pool:
                         answers = list(
                             pool.map(
-                                lambda prompt: list(client.stream(prompt, options)),  # noqa: B023
+                                lambda prompt: client.chunks(prompt, options),  # noqa: B023
                                 [prompt for _ in range(streams // 4) for prompt in prompts],
                             )
                         )

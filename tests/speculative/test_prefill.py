@@ -203,3 +203,34 @@ def test_tokens_are_passed_on_before_the_draft_reads_a_prompt(
     runtime.close()
     assert unsaid
     assert not any(unsaid)
+
+
+def test_the_end_of_a_late_request_is_passed_on_before_the_next_forward() -> None:
+    now, target = [0], TableEngine(1, max_batch_size=4, max_seq_len=400)
+    runtime = make_runtime(target, max_draft_len=0, clock=lambda: now[0])
+    late, other, stop = Outcome(), Outcome(), threading.Event()
+    passed_on: list[bool] = []  # whether the late one had ended, as far as it was passed on
+    has_ended, forward = [False], target.forward
+
+    def pass_on() -> None:
+        has_ended[0] = bool(late.events) and late.events[-1].finish_reason == "deadline"
+
+    def watched_forward(*args: object, **kwargs: object) -> torch.Tensor:
+        if now[0]:
+            passed_on.append(has_ended[0])
+        elif len(late.ids) > 3:
+            now[0] = 2
+        return forward(*args, **kwargs)  # type: ignore[arg-type]
+
+    target.forward = watched_forward  # type: ignore[method-assign]
+    runtime.submit(make_request((1,), 300, "late", deadline_ns=1), late.events.append)
+    runtime.submit(make_request((1,), 20, "other"), other.events.append)
+    runner = threading.Thread(target=runtime.run, args=(stop, pass_on))
+    runner.start()
+    while not (other.events and other.events[-1].finish_reason):
+        stop.wait(0.001)
+    stop.set()
+    runner.join()
+    runtime.close()
+    assert len(passed_on) > 3
+    assert all(passed_on)

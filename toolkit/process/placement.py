@@ -165,8 +165,8 @@ def give_way() -> None:
     runs there waits or its slice is over, instead of as soon as they have something to do. A policy
     that somebody else chose for this process stays.
     """
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
+    with contextlib.suppress(OSError):  # a sandbox may forbid either
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -16,7 +16,7 @@ of other shapes may round differently; in float64 that changes no token.)
 
 Threads: submit, cancel and counters may be called from anywhere. One thread at a time takes the
 steps: the one in `run`, or `generate` itself if none is. Events are delivered on the stepping
-thread.
+thread, or by the reader of a burst.
 """
 
 from __future__ import annotations
@@ -325,6 +325,8 @@ class SpeculativeRuntime:
                     self._wake.wait(IDLE_S)
         finally:
             self._runner, self._on_told = None, lambda: None
+            if self._bursts is not None:
+                self._bursts.on_read = self._on_told
 
     def step(self) -> bool:
         """One iteration. False if there was nothing to do."""
@@ -884,6 +886,7 @@ class SpeculativeRuntime:
         event = sequence.end(reason, error)
         self._release(sequence, event)
         self._tell(sequence, event)
+        self._on_told()
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         """End the requests that took part in a failed forward or decision. The runtime goes on."""

@@ -47,7 +47,7 @@ def test_a_response_reads_back(number: int, flags: int, outputs: list[tuple[str,
 @given(arrays)
 def test_elements_are_written_as_an_array_of_them(array: Any) -> None:
     flat = array.reshape(-1)
-    values = wire.Values(array.dtype, flat.tolist())
+    values = wire.values_of(array.dtype, flat.tolist())
     frames = [wire.response_frame(1, 0, [("name", content)]) for content in (flat, values)]
     assert frames[0] == frames[1]
 

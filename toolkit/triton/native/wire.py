@@ -33,6 +33,7 @@ __all__ = [
     "metric_frame",
     "response_frame",
     "simple_frame",
+    "values_of",
 ]
 
 SOCKET = 3  # the worker's file descriptor
@@ -138,12 +139,18 @@ def simple_frame(kind: bytes, text: str | None = None) -> bytes:
 
 
 class Values(NamedTuple):
-    """A tensor of one dimension, as its elements: bytes for texts. For few elements it takes longer
-    to make an array than all else of a response does.
-    """
+    """A tensor of one dimension, as a frame holds it."""
 
-    dtype: np.dtype[Any]
-    elements: Sequence[Any]
+    type_number: int
+    length: int
+    content: bytes
+
+
+def values_of(dtype: np.dtype[Any], elements: Sequence[Any]) -> Values:
+    """elements: bytes for texts. To make an array of a few takes longer than all else that a
+    response needs. Raises struct.error or OverflowError for what does not fit the type.
+    """
+    return Values(NUMBERS[dtype], len(elements), _content(dtype.char, elements))
 
 
 def response_frame(number: int, flags: int, outputs: Sequence[tuple[str, Any]] | None) -> bytes:
@@ -153,13 +160,12 @@ def response_frame(number: int, flags: int, outputs: Sequence[tuple[str, Any]] |
     parts = [U32.pack(len(outputs))]
     for name, array in outputs:
         if isinstance(array, Values):
-            number_of_type, shape = NUMBERS[array.dtype], (len(array.elements),)
-            content = _content(array.dtype.char, array.elements)
+            head, content = _tensor_head(name, array.type_number, (array.length,)), array.content
         else:
-            number_of_type, shape = NUMBERS[array.dtype], array.shape
+            head = _tensor_head(name, NUMBERS[array.dtype], array.shape)
             is_text = array.dtype == np.object_
             content = _content("O", array.reshape(-1).tolist()) if is_text else array.tobytes()
-        parts += (_tensor_head(name, number_of_type, shape), U32.pack(len(content)), content)
+        parts += (head, U32.pack(len(content)), content)
     body = b"".join(parts)
     size = RESPONSE_HEAD.size - 4 + len(body)
     return RESPONSE_HEAD.pack(size, RESPONSE, number, flags, OUTPUTS) + body

@@ -58,7 +58,7 @@ class Connection:
     def together(self) -> Iterator[None]:
         """What this thread sends inside goes out at the end, at once. Else the backend may be run
         after each frame, on the core of this thread, which then holds up what is still to be sent.
-        Raises OSError if the backend is gone.
+        Not to be nested. Raises OSError if the backend is gone.
         """
         frames: list[bytes] = []
         self._local.frames = frames
@@ -207,7 +207,7 @@ def utilities(connection: Connection) -> types.ModuleType:
         Tensor=Tensor,
         TritonError=TritonError,
         TritonModelException=TritonModelException,
-        Values=wire.Values,
+        Values=wire.values_of,
         together=connection.together,
     )
     return module

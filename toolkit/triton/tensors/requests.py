@@ -351,8 +351,8 @@ def joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
 
 
 class Answer:
-    """Turns the events of one request into the tensors of its responses. One thread answers a
-    request; `is_due`, which only reads, may be called from elsewhere.
+    """Turns the events of one request into the tensors of its responses. One thread at a time
+    answers a request; `is_due`, which only reads, may be called from elsewhere.
 
     interval_ns: the least time between two chunks of a stream, except before the last. Tokens in
     between are sent with the next chunk, because a response takes time that is long beside a small
