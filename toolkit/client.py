@@ -468,12 +468,15 @@ class Client:
         refusal: ClientError | None = None
         try:
             for response in self._infer_whole(request, timeout=self.timeout_s):
+                if refusal is not None:
+                    continue
                 try:
-                    chunk = None if refusal else reader.read(response)
+                    chunk = reader.read(response)
                 except ClientError as error:
                     refusal = error
-                else:
-                    chunks += [] if chunk is None else [chunk]
+                    continue
+                if chunk is not None:
+                    chunks.append(chunk)
         except grpc.RpcError as error:
             if refusal is None:
                 raise translated(error, self.url, self.timeout_s) from error

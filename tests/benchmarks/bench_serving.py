@@ -56,7 +56,6 @@ DEPLOYMENTS = {
     "int8": [FAR_APART],
     "bf16": [FAR_APART, "target.quantization.quant_algo=NO_QUANT"],
 }
-OTHER_PARTS = ("tritonserver", "client")
 SAMPLED = {
     "T=0": Options(temperature=0.0),
     "T=0.8": Options(temperature=0.8),  # unseeded: speculative sampling by rejection
@@ -177,12 +176,15 @@ def processor_ns(server: int) -> Counter[tuple[str, int]]:
 
 def by_part(spent: Counter[tuple[str, int]]) -> dict[str, int]:
     """Nanoseconds by part. The stepping thread is the one of the model that computed the most."""
-    model = sorted(ns for (part, _), ns in spent.items() if part == "model")
-    others = [sum(ns for (of, _), ns in spent.items() if of == part) for part in OTHER_PARTS]
+    stepping = max(ns for (part, _), ns in spent.items() if part == "model")
+    parts = Counter[str]()
+    for (part, _), ns in spent.items():
+        parts[part] += ns
     return {
-        "stepping thread": model[-1],
-        "other threads of the model": sum(model[:-1]),
-        **dict(zip(OTHER_PARTS, others, strict=True)),
+        "stepping thread": stepping,
+        "other threads of the model": parts["model"] - stepping,
+        "tritonserver": parts["tritonserver"],
+        "client": parts["client"],
     }
 
 
