@@ -42,7 +42,10 @@ def handed_over(model: Any, *, streams: bool, interval_ns: int, count: int) -> l
     job = model.Job("1", "", None, Answer(request, interval_ns), 1000)
     outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     itself = SimpleNamespace(
-        _outbox=outbox, _due=deque(), _runtime_thread=threading.current_thread()
+        _outbox=outbox,
+        _due=deque(),
+        _runtime_thread=threading.current_thread(),
+        _is_idle=lambda: False,
     )
     sizes = []
     for number in range(count):
@@ -88,6 +91,29 @@ def test_the_reader_of_a_burst_answers_what_it_has_read(model: Any) -> None:
         model.TritonPythonModel._send_due(itself)
     assert answered == [["a", "b"]]
     assert outbox.empty()
+
+
+def test_where_nothing_is_left_to_compute_no_other_thread_is_woken(model: Any) -> None:
+    answered: list[Any] = []
+    outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    request = parse({"text_input": [b"x"]}, {}, Limits(decoupled=True, max_draft_len=0))
+    jobs = {name: model.Job(name, "", None, Answer(request, 0), 1000) for name in "12"}
+    itself = SimpleNamespace(
+        _outbox=outbox,
+        _due=deque(),
+        _runtime_thread=threading.current_thread(),
+        _jobs=jobs,
+        _jobs_lock=threading.Lock(),
+        _answer_all=answered.append,
+    )
+    itself._is_idle = lambda: model.TritonPythonModel._is_idle(itself)
+    for job in jobs.values():
+        last = TokenEvent(job.id, (1,), "a", finish_reason="length")
+        model.TritonPythonModel._take(itself, job, last)
+        model.TritonPythonModel._send_due(itself)
+    assert outbox.get_nowait() == [jobs["1"]]  # the other one goes on
+    assert outbox.empty()
+    assert answered == [[jobs["2"]]]
 
 
 def test_responses_to_a_request_stay_in_order_until_they_are_on_their_way(

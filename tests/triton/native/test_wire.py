@@ -37,8 +37,10 @@ def test_a_response_reads_back(number: int, flags: int, outputs: list[tuple[str,
     assert reader.number("B") == wire.OUTPUTS
     assert reader.number("I") == len(outputs)
     for name, array in outputs:
-        read_name, read = reader.tensor()
+        read_name, tensor = reader.tensor()
         assert read_name == name
+        assert str(tensor.elements()) == str(array.reshape(-1).tolist())  # as texts, for NaN
+        read = tensor.array()
         assert read.dtype == array.dtype
         assert read.shape == array.shape
         assert read.tobytes() == array.tobytes() or read.tolist() == array.tolist()
@@ -102,19 +104,23 @@ def test_a_frame_that_ends_early_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "shape"),
+    ("dtype", "content", "shape"),
     [
-        (b"\x05\0\0\0abc", (1,)),  # shorter than it says
-        (b"\x01\0\0\0a\x01", (1,)),  # a length that ends early
-        (b"\xff\xff\xff\xffa", (1,)),
-        (b"\x01\0\0\0a\x01\0\0\0b", (1,)),  # more than the shape says
-        (b"", (1,)),
+        (object, b"\x05\0\0\0abc", (1,)),  # shorter than it says
+        (object, b"\x01\0\0\0a\x01", (1,)),  # a length that ends early
+        (object, b"\xff\xff\xff\xffa", (1,)),
+        (object, b"\x01\0\0\0a\x01\0\0\0b", (1,)),  # more than the shape says
+        (object, b"", (1,)),
+        (np.int32, bytes(7), (2,)),
+        (np.int32, bytes(8), (1,)),
+        (np.int32, bytes(8), (-1, -2)),
+        (np.bool_, bytes(2), (2, 2)),
     ],
 )
 def test_content_that_is_not_whole_is_an_error_that_names_the_tensor(
-    content: bytes, shape: tuple[int, ...]
+    dtype: Any, content: bytes, shape: tuple[int, ...]
 ) -> None:
-    head = wire._tensor_head("text_input", wire.BYTES, shape)
+    head = wire._tensor_head("text_input", wire.NUMBERS[np.dtype(dtype)], shape)
     body = wire.REQUEST + head + struct.pack("=I", len(content)) + content
     reader = reader_of(struct.pack("=I", len(body)) + body)
     reader.next_kind()

@@ -8,11 +8,13 @@ run on the same machine, so there is no version in it.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = [
     "CANCELLED",
@@ -25,6 +27,7 @@ __all__ = [
     "STOP",
     "TYPES",
     "Reader",
+    "Received",
     "Values",
     "change_frame",
     "error_frame",
@@ -56,7 +59,7 @@ TYPES: Mapping[int, Any] = {
     BYTES: np.dtype(np.object_),
 }
 NUMBERS = {dtype: number for number, dtype in TYPES.items()}
-U32, RESPONSE_HEAD = struct.Struct("=I"), struct.Struct("=IcQBB")
+U32, PAIR, RESPONSE_HEAD = struct.Struct("=I"), struct.Struct("=II"), struct.Struct("=IcQBB")
 VALUE_FRAME = struct.Struct("=IcIBd")
 
 
@@ -81,7 +84,12 @@ class Reader:
         return value
 
     def text(self) -> str:
-        return bytes(self.raw(self.number("I"))).decode("utf-8", "surrogateescape")
+        return str(self.raw(self.size()), "utf-8", "surrogateescape")
+
+    def size(self) -> int:
+        size: int
+        (size,) = U32.unpack(self.raw(4))
+        return size
 
     def raw(self, size: int) -> memoryview:
         if size > len(self._frame) - self._at:
@@ -97,18 +105,16 @@ class Reader:
             return name, bool(self.number("B"))
         return name, self.number("q" if kind == INT else "d")
 
-    def tensor(self) -> tuple[str, Any]:
-        """(name, array)"""
-        name, type_number, dims = self.text(), self.number("I"), self.number("I")
-        shape = [self.number("q") for _ in range(dims)]
-        content = self.raw(self.number("I"))
-        dtype = TYPES.get(type_number)
-        if dtype is None:
+    def tensor(self) -> tuple[str, Received]:
+        """(name, tensor). Raises ValueError for one that no client of ours sends."""
+        name = self.text()
+        type_number, dims = PAIR.unpack(self.raw(8))
+        shape = tuple(self.raw(8 * dims).cast("q"))
+        content = self.raw(self.size())
+        if type_number not in TYPES:
             raise ValueError(f"{name} has a type that no model of ours reads: {type_number}")
         try:
-            if type_number == BYTES:
-                return name, np.array(_elements(content), dtype=np.object_).reshape(shape)
-            return name, np.frombuffer(content, dtype).reshape(shape)
+            return name, Received.of(type_number, shape, content)
         except ValueError as error:
             raise ValueError(f"the content of {name} does not fit its shape: {error}") from error
 
@@ -117,6 +123,36 @@ class Reader:
         if len(content) < size:
             raise EOFError
         return content
+
+
+class Received(NamedTuple):
+    """A tensor that was read. texts: its elements; None for numbers, which lie in the content."""
+
+    type_number: int
+    shape: tuple[int, ...]
+    content: memoryview
+    texts: list[bytes] | None
+
+    @classmethod
+    def of(cls, type_number: int, shape: tuple[int, ...], content: memoryview) -> Received:
+        """Raises ValueError if the content does not fit the shape."""
+        texts = _elements(content) if type_number == BYTES else None
+        count = len(content) / TYPES[type_number].itemsize if texts is None else len(texts)
+        if min(shape, default=0) < 0 or math.prod(shape) != count:
+            raise ValueError(f"{count:g} elements for {list(shape)}")
+        return cls(type_number, shape, content, texts)
+
+    def elements(self) -> list[Any]:
+        """Flat. To make an array of a few takes longer."""
+        if self.texts is not None:
+            return self.texts
+        return self.content.cast(TYPES[self.type_number].char).tolist()
+
+    def array(self) -> NDArray[Any]:
+        dtype = TYPES[self.type_number]
+        if self.texts is None:
+            return np.frombuffer(self.content, dtype).reshape(self.shape)
+        return np.array(self.texts, dtype).reshape(self.shape)
 
 
 def _elements(content: memoryview) -> list[bytes]:

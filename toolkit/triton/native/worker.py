@@ -81,6 +81,21 @@ class Tensor:
         return self._array
 
 
+class Input:
+    def __init__(self, name: str, received: wire.Received) -> None:
+        self._name, self._received = name, received
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Any:
+        return self._received.array()
+
+    def elements(self) -> list[Any]:
+        """See toolkit.triton.tensors.backend.elements_of."""
+        return self._received.elements()
+
+
 class TritonError(Exception):
     """code: of TRITONSERVER_Error_Code, by the names that this class has."""
 
@@ -135,8 +150,8 @@ class InferenceRequest:
     def __init__(self, reader: wire.Reader, sender: ResponseSender) -> None:
         self._sender = sender
         self._id = reader.text()
-        self._parameters = dict(reader.parameter() for _ in range(reader.number("I")))
-        self._inputs = [Tensor(*reader.tensor()) for _ in range(reader.number("I"))]
+        self._parameters = dict(reader.parameter() for _ in range(reader.size()))
+        self._inputs = [Input(*reader.tensor()) for _ in range(reader.size())]
 
     def request_id(self) -> str:
         return self._id
@@ -144,7 +159,7 @@ class InferenceRequest:
     def parameters(self) -> str:
         return json.dumps(self._parameters)
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self) -> list[Input]:
         return self._inputs
 
     def get_response_sender(self) -> ResponseSender:

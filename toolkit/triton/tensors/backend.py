@@ -27,6 +27,7 @@ __all__ = [
     "ERROR_CODES",
     "Gap",
     "Metrics",
+    "elements_of",
     "error_response",
     "folder_of",
     "instance_number",
@@ -55,6 +56,13 @@ LABELS = {"toolkit_requests": "outcome", "toolkit_draft_len_steps": "reason"}
 def folder_of(arguments: Mapping[str, str]) -> Path:
     """The version folder of a model. arguments: those of `initialize`."""
     return Path(arguments["model_repository"]) / arguments["model_version"]
+
+
+def elements_of(tensor: Any) -> list[Any]:
+    """Of an input, flat. Our own backend has them without an array, which takes longer to make."""
+    elements = getattr(tensor, "elements", None)
+    found: list[Any] = tensor.as_numpy().reshape(-1).tolist() if elements is None else elements()
+    return found
 
 
 def send_tensors(pb_utils: Any, sender: Any, tensors: Sequence[Any], *, is_final: bool) -> None:

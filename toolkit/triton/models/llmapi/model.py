@@ -4,10 +4,11 @@
 Threads: `execute`, which the backend calls, checks a request, submits it and returns at once. One
 thread runs the speculative runtime. Behind each step the events that make a response due go to a
 second, the sender, which makes responses of them and sends them (0.05 to 0.1 ms each); a forward
-does not hold the interpreter's lock, so the two work side by side. While a single request is
-decoded in bursts, the thread that reads them sends them, too. Events that come while their thread
-is busy are sent together, a response per request, so that it never falls behind. A last thread
-cancels requests whose clients are gone, and updates the metrics.
+does not hold the interpreter's lock, so the two work side by side. To wake another thread takes
+0.1 ms, so the one that reads the steps of a burst sends them, too, and the runtime's own does where
+nothing is left to compute. Events that come while their thread is busy are sent together, a
+response per request, so that it never falls behind. A last thread cancels requests whose clients
+are gone, and updates the metrics.
 `toolkit.triton.tensors.requests` holds everything about the content of requests; this file is only
 Triton's side.
 
@@ -51,6 +52,7 @@ try:
     from toolkit.speculative.runtime import QueueFull
     from toolkit.triton.tensors.backend import (
         Metrics,
+        elements_of,
         error_response,
         send_tensors,
         traceback_of,
@@ -97,7 +99,8 @@ class Job:
     timeout_ms: int
     held: deque[TokenEvent] = field(default_factory=deque)  # events that were not answered
     lock: threading.Lock = field(default_factory=threading.Lock)
-    done: bool = False
+    is_over: bool = False  # its last event is there
+    done: bool = False  # its last response was sent
 
 
 class TritonPythonModel:
@@ -190,10 +193,7 @@ class TritonPythonModel:
         try:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
-            tensors = {
-                tensor.name(): tensor.as_numpy().reshape(-1).tolist()
-                for tensor in triton_request.inputs()
-            }
+            tensors = {tensor.name(): elements_of(tensor) for tensor in triton_request.inputs()}
             parameters = json.loads(triton_request.parameters() or "{}")
             request = parse(tensors, parameters, self._limits)
             name = triton_request.request_id() or str(parameters.get("id", ""))
@@ -293,13 +293,14 @@ class TritonPythonModel:
     def _take(self, job: Job, event: TokenEvent) -> None:
         """Called by the runtime with each event of a request."""
         job.held.append(event)
-        if event.finish_reason is not None or job.answer.is_due(time.monotonic_ns()):
+        job.is_over = event.finish_reason is not None
+        if job.is_over or job.answer.is_due(time.monotonic_ns()):
             self._due.append(job)
 
     def _send_due(self) -> None:
         """Called by the runtime behind events, before it goes on. The thread that computes leaves
-        the responses to the sender; the one that reads while it does sends them itself, which
-        spares waking another.
+        the responses to the sender, unless there is nothing left to compute. The one that reads
+        while it does sends them itself. Either spares waking another.
         """
         jobs: list[Job] = []
         with contextlib.suppress(IndexError):  # two threads may take from it at a time
@@ -308,12 +309,18 @@ class TritonPythonModel:
         if not jobs:
             return
         if threading.current_thread() is self._runtime_thread:
-            self._outbox.put(jobs)
-            return
-        if self._gives_way and not self._reader_gives_way:
+            if not self._is_idle():
+                self._outbox.put(jobs)
+                return
+        elif self._gives_way and not self._reader_gives_way:
             self._reader_gives_way = True
             give_way()
         self._answer_all(jobs)
+
+    def _is_idle(self) -> bool:
+        """Whether no request is left that the runtime has to go on with."""
+        with self._jobs_lock:
+            return all(job.is_over for job in self._jobs.values())
 
     # The sender's thread.
 

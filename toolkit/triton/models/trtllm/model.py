@@ -30,6 +30,7 @@ from toolkit.engines.trtllm.speculative_config import with_speculative_config
 from toolkit.errors import RequestError
 from toolkit.triton.tensors.backend import (
     Metrics,
+    elements_of,
     error_response,
     folder_of,
     send_tensors,
@@ -150,11 +151,8 @@ class TritonPythonModel:
         for triton_request in requests:
             sender, arrival_ns = triton_request.get_response_sender(), time.monotonic_ns()
             try:
-                # tolist copies, because the memory belongs to Triton after execute returns.
-                tensors = {
-                    tensor.name(): tensor.as_numpy().reshape(-1).tolist()
-                    for tensor in triton_request.inputs()
-                }
+                # Copies, because the memory belongs to Triton after execute returns.
+                tensors = {tensor.name(): elements_of(tensor) for tensor in triton_request.inputs()}
                 parameters = json.loads(triton_request.parameters() or "{}")
                 request = parse(tensors, parameters, self._limits, REQUEST_FORMAT)
                 name = triton_request.request_id() or str(parameters.get("id", ""))
