@@ -24,7 +24,7 @@ from tests.support.timings import timing
 from toolkit.bench.compare import compare_runs, read_run
 from toolkit.bench.limits import parse_limit
 from toolkit.bench.run import BenchOptions, apart, bench
-from toolkit.bench.runner import crossover, speed_ratio, undecided_speed
+from toolkit.bench.runner import BLOCK_REQUESTS, crossover, speed_ratio, undecided_speed
 from toolkit.bench.transports import Transport
 from toolkit.client import Options
 from toolkit.errors import StageError, UsageError
@@ -79,14 +79,19 @@ def test_arms_take_turns_on_the_same_prompts_and_the_ratio_is_that_of_the_endpoi
         speed.estimate is not None and 1.8 < speed.estimate < 4.2
     )  # 16 ms against 4, and what the wire costs
     measured = stub.log()[before + 2 * 2 :]
-    drafts = [entry["asked"].get("num_draft_tokens") for entry in measured]
     assert len(measured) == 4 * COUNT
-    pairs = list(zip(measured[::2], measured[1::2], strict=True))
-    assert all(a["prompt"] == b["prompt"] for a, b in pairs)
-    assert all({drafts[2 * i], drafts[2 * i + 1]} == {0, None} for i in range(2 * COUNT))
-    plain_first = [drafts[2 * i] == 0 for i in range(2 * COUNT)]
-    assert plain_first.count(True) == COUNT and plain_first != plain_first[:2] * COUNT
-    assert [a["prompt"] for a, _ in pairs[:COUNT]] != [f"prompt {i}" for i in range(COUNT)]
+    size = BLOCK_REQUESTS
+    blocks = [measured[at : at + size] for at in range(0, len(measured), size)]
+    asked = [[entry["prompt"] for entry in block] for block in blocks]
+    assert asked[::2] == asked[1::2]
+    arms = [{entry["asked"].get("num_draft_tokens") for entry in block} for block in blocks]
+    pairs = list(zip(arms[::2], arms[1::2], strict=True))
+    assert all(len(first) == len(second) == 1 and first != second for first, second in pairs)
+    plain_first = [first == {0} for first, _ in pairs]
+    half = len(pairs) // 2
+    assert plain_first.count(True) == half and plain_first != plain_first[:2] * half
+    first_round = [prompt for block in asked[: len(asked) // 2 : 2] for prompt in block]
+    assert first_round != [f"prompt {i}" for i in range(COUNT)]
 
 
 def test_no_arm_goes_first_in_every_round_of_a_load_whose_block_is_the_round(
@@ -249,7 +254,10 @@ def test_the_other_server_is_kept_from_computing_while_one_is_measured(
 
     arms = {arm: partial(alone, arm) for arm in ("baseline", "served")}
     run(stub, prompts, baseline=stub.http, rounds=1, max_rounds=1, alone=arms)
-    assert sorted(sent) == [("baseline", 1)] * COUNT + [("served", 1)] * COUNT
+    blocks = COUNT // BLOCK_REQUESTS
+    assert sorted(sent) == sorted(
+        [("baseline", BLOCK_REQUESTS), ("served", BLOCK_REQUESTS)] * blocks
+    )
 
 
 def test_saved_runs_are_read_back_equal_and_compared(

@@ -69,8 +69,8 @@ __all__ = [
 SCHEMA_VERSION = 4
 # Version 3 added where the acceptance is from, by round; version 4 the share within the limits.
 READABLE_VERSIONS = (2, 3, SCHEMA_VERSION)
-# Requests in a block, per request in flight. At the end of a block fewer requests are in flight;
-# with this many requests the end is a small part of the block.
+# Requests in a block, per request in flight. At its end fewer are in flight, and at its start the
+# engine's weights come back into the caches, and those of its draft: both are a small part of it.
 BLOCK_REQUESTS = 8
 MAX_LAG_MS = 2.0  # if p99 of the lag is above, the load was not the requested one
 MIN_REQUESTS = 4  # per round and request in flight; with fewer, the concurrency is not kept up
@@ -328,7 +328,7 @@ class _Runner:
         ]
         size = len(order)
         if load.concurrency is not None:
-            size = 1 if load.concurrency == 1 else BLOCK_REQUESTS * load.concurrency
+            size = BLOCK_REQUESTS * load.concurrency
         expected = self._expected(number, round_number)
         sent: dict[str, list[_Sent]] = {arm.name: [] for arm in self.arms}
         window_ns = dict.fromkeys(sent, 0)

@@ -15,8 +15,9 @@ from hypothesis.extra import numpy as hnp
 from toolkit.triton.native import wire
 
 NUMBERS = [dtype for dtype in wire.TYPES.values() if dtype != np.object_]
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=2, min_side=0)
 arrays = st.one_of(
-    st.sampled_from(NUMBERS).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(max_dims=2))),
+    st.sampled_from(NUMBERS).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES)),
     st.lists(st.binary(max_size=40), max_size=4).map(lambda rows: np.array(rows, dtype=object)),
 )
 

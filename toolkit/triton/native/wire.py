@@ -109,7 +109,7 @@ class Reader:
         """(name, tensor). Raises ValueError for one that no client of ours sends."""
         name = self.text()
         type_number, dims = PAIR.unpack(self.raw(8))
-        shape = tuple(self.raw(8 * dims).cast("q"))
+        shape = struct.unpack(f"={dims}q", self.raw(8 * dims))
         content = self.raw(self.size())
         if type_number not in TYPES:
             raise ValueError(f"{name} has a type that no model of ours reads: {type_number}")
@@ -146,7 +146,8 @@ class Received(NamedTuple):
         """Flat. To make an array of a few takes longer."""
         if self.texts is not None:
             return self.texts
-        return self.content.cast(TYPES[self.type_number].char).tolist()
+        count, code = math.prod(self.shape), TYPES[self.type_number].char
+        return list(struct.unpack(f"{count}{code}", self.content))
 
     def array(self) -> NDArray[Any]:
         dtype = TYPES[self.type_number]
