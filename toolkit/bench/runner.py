@@ -332,17 +332,22 @@ class _Runner:
         expected = self._expected(number, round_number)
         sent: dict[str, list[_Sent]] = {arm.name: [] for arm in self.arms}
         window_ns = dict.fromkeys(sent, 0)
-        for start in range(0, len(order), size):
-            block = order[start : start + size]
-            for arm in next(self._orders):
-                answers = await self._block(
-                    arm, load, (number, round_number), [(i, prompts[i]) for i in block], expected
-                )
-                sent[arm.name] += answers
-                end_ns = max(answer.exchange.ended_ns for answer in answers)
-                window_ns[arm.name] += end_ns - min(
-                    answer.start_ns for answer in answers if answer.index < judged
-                )
+        with undisturbed():  # not block by block, since it takes what the engine has in the caches
+            for start in range(0, len(order), size):
+                block = order[start : start + size]
+                for arm in next(self._orders):
+                    answers = await self._block(
+                        arm,
+                        load,
+                        (number, round_number),
+                        [(i, prompts[i]) for i in block],
+                        expected,
+                    )
+                    sent[arm.name] += answers
+                    end_ns = max(answer.exchange.ended_ns for answer in answers)
+                    window_ns[arm.name] += end_ns - min(
+                        answer.start_ns for answer in answers if answer.index < judged
+                    )
         rounds: dict[str, _Round] = {}
         for name, answers in sent.items():
             ordered = sorted(answers, key=lambda answer: answer.index)
