@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-# As the command line does, and before anything loads OpenMP: threads that spin while they wait slow
-# a busy machine to a crawl.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from toolkit.process.policies import POLICIES
+
+# As the command line does, and before anything loads OpenMP or gRPC.
+os.environ.update({**POLICIES, **os.environ})
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -15,16 +15,14 @@ from typer.exceptions import TyperException
 from toolkit.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, STAGES, app, say
 from toolkit.cli.foreground import Signal
 from toolkit.errors import ToolkitError
+from toolkit.process.policies import set_policies
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line and exit."""
-    # OpenMP threads that spin while they wait slow everything down on a busy machine: on two
-    # loaded cores a calibration took 136 s spinning and 16 s sleeping. OpenMP reads this variable
-    # when it is loaded, so it is set before every heavy import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_policies()
     _replace_closed_streams()
     with _terminated_as_interrupted():
         sys.exit(_exit_code(sys.argv[1:]))
