@@ -1,16 +1,16 @@
 """Does speculation pay at every load, and what does serving cost beside the runtime in a process?
 
 Closed loops of 1, 4, 16 and 64 requests at a time, greedy, over the prompts of each YAML, plain and
-speculative in turns. Served: `toolkit bench`, its client on the same machine; in a round each arm
-goes first once. In process, for engines that this process can run: the same runtime and requests
-without server and client; here the arms take turns many times in a round. Both are measured load by
-load and seconds apart, so that a machine whose speed wavers favours neither; the intervals are over
-rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
-begin and end together, so that their prompts are read together, which no traffic does. Prefixes are
-not reused: how much a KV cache holds of an arm's prompts depends on which arm went before it. Good:
-speculative / plain >= 1 and served / in process >= 0.85 at each load. The acceptance length, the
-mean of the rounds, tells whether drafts were in use: 1.00 where none is accepted. With
-configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
+speculative in turns. Served: what `toolkit bench` does, its client on the same machine. In process,
+for engines that this process can run: the same runtime and requests without server and client. The
+speed of a machine wavers within seconds, so both ways take turns, too, every VISIT_REQUESTS
+requests of each arm; the intervals are over these visits. Requests have 32 to 96 output tokens:
+where all have the same number, those of the plain arm begin and end together, so that their prompts
+are read together, which no traffic does. Prefixes are not reused: how much a KV cache holds of an
+arm's prompts depends on which arm went before it. Good: speculative / plain >= 1 and served / in
+process >= 0.85 at each load. The acceptance length, the mean of the visits, tells whether drafts
+were in use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as well it is the
+table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
         [--loads 1 4 16 64] [--requests 128] [--rounds 4] [--max-tokens-from 32] [--max-tokens 96]
@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,24 +41,26 @@ import numpy as np
 
 from tests.benchmarks.engines import facts
 from tests.support.runtimes import Outcome, make_request
+from toolkit.bench.run import BenchOptions, bench
+from toolkit.bench.runner import BLOCK_REQUESTS
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.inprocess import load_runtime
+from toolkit.records.codec import to_json
 from toolkit.resampling import Estimate, bootstrap_ratio_of_sums
 from toolkit.speculative.runtime import SpeculativeRuntime
 from toolkit.triton.process.server import TritonServer
 
 ROOT = Path(__file__).parents[2]
 ARMS = ("plain", "speculative")
-# Of `toolkit bench`: the lengths, and which arm goes first. At 16 and 64 requests each does with
-# four of the eight seeds from here on.
 FIRST_SEED = 3
-TURN_S = 0.2  # the speed of a machine that others use, too, wavers within seconds
+VISIT_REQUESTS = 2 * BLOCK_REQUESTS  # of each arm, per request in flight
+TURN_S = 0.2  # of an arm in process
 
 
 @dataclass
 class Measured:
-    """Of one load and way, by round: tokens/s of each arm, and the speculative arm's acceptance
+    """Of one load and way, by visit: tokens/s of each arm, and the speculative arm's acceptance
     length. Empty where it was not measured.
     """
 
@@ -113,63 +116,91 @@ def build(path: Path, slots: int, changes: Sequence[str]) -> list[str]:
     return options
 
 
+@dataclass(frozen=True)
+class Visit:
+    """Requests that both ways are given. number: of the visit of this load, which decides who goes
+    first, and the lengths.
+    """
+
+    load: int
+    number: int
+    lines: list[str]  # of the file of prompts, one for each request
+
+
+def visits_of(load: int, requests: int, turn: int, lines: Sequence[str]) -> list[Visit]:
+    """Those of a round."""
+    size = min(requests, VISIT_REQUESTS * load)
+    first = turn * (requests // size)
+    return [
+        Visit(
+            load,
+            number,
+            [lines[at % len(lines)] for at in range(number * size, (number + 1) * size)],
+        )
+        for number in range(first, first + requests // size)
+    ]
+
+
 def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[int, Load]:
     config = load_config(path, changes[1::2])
     loads = {load: Load() for load in asked.loads}
     if not config.capabilities.in_process:
-        bench([str(path), *changes], asked, asked.loads, loads, len(ARMS) * asked.rounds)
+        bench_command([str(path), *changes], asked, loads)
         return loads
     in_process = prepare(config, asked)
     assert config.validation is not None
+    lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
+    gc.freeze()  # `bench` collects garbage, which should not empty the caches each time
     with TritonServer(ROOT / "triton_repo" / config.name, config.triton) as server:
-        served = [server.grpc_url, "--prompts", str(config.validation.prompts), "--against-plain"]
         for turn in range(asked.rounds):
             for load in asked.loads:
-                ways = [
-                    functools.partial(in_process, loads[load].in_process, load, turn),
-                    functools.partial(
-                        bench, served, asked, [load], loads, len(ARMS), FIRST_SEED + turn
-                    ),
-                ]
-                for way in ways if turn % 2 == 0 else reversed(ways):
-                    way()
+                for visit in visits_of(load, asked.requests, turn, lines):
+                    ways = [
+                        functools.partial(in_process, loads[load].in_process, visit),
+                        functools.partial(
+                            served, loads[load].served, visit, server.grpc_url, asked
+                        ),
+                    ]
+                    for way in ways if visit.number % 2 == 0 else reversed(ways):
+                        way()
+                print(f"round {turn + 1}: {load} requests at a time", file=sys.stderr, flush=True)
     return loads
 
 
 def prepare(
     config: DeploymentConfig, asked: argparse.Namespace
-) -> Callable[[Measured, int, int], None]:
-    """What adds a round of a load in this process, warm.
+) -> Callable[[Measured, Visit], None]:
+    """What adds a visit in this process, warm.
 
     Of two runtimes that are alike one may be faster, by where its memory lies. So each takes either
-    arm in every other round.
+    arm in every other visit.
     """
     runtimes = [runtime_of(config, asked.requests) for _ in ARMS]
-    assert config.validation is not None
     codec = runtimes[0].codec
-    lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
-    prompts = [codec.encode(json.loads(line)["prompt"]) for line in lines]
 
-    def loops(load: int, requests: int, turn: int) -> dict[str, ClosedLoop]:
-        """The first runtime always goes first. Lengths are those of the served requests."""
-        draw = random.Random(FIRST_SEED + turn)
-        lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in range(requests)]
+    def loops(visit: Visit) -> dict[str, ClosedLoop]:
+        """The first runtime always goes first. Lengths are drawn as the served requests' are."""
+        draw = random.Random(FIRST_SEED + visit.number)
+        lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in visit.lines]
+        prompts = [codec.encode(json.loads(line)["prompt"]) for line in visit.lines]
         return {
-            arm: ClosedLoop(runtime, prompts, load, lengths, 0 if arm == "plain" else None)
-            for arm, runtime in zip(ARMS if turn % 2 == 0 else ARMS[::-1], runtimes, strict=True)
+            arm: ClosedLoop(runtime, prompts, visit.load, lengths, 0 if arm == "plain" else None)
+            for arm, runtime in zip(
+                ARMS if visit.number % 2 == 0 else ARMS[::-1], runtimes, strict=True
+            )
         }
 
-    most = max(asked.loads)
-    for turn in range(len(ARMS)):
-        rates_in_turns(loops(most, most, turn))
-
-    def measure_round(found: Measured, load: int, turn: int) -> None:
-        arms = loops(load, asked.requests, turn)
+    def add(found: Measured, visit: Visit) -> None:
+        arms = loops(visit)
         for arm, rate in rates_in_turns(arms).items():
             found.rates[arm].append(rate)
         found.acceptance_length.append(arms["speculative"].acceptance_length)
 
-    return measure_round
+    assert config.validation is not None
+    lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
+    for number in range(len(ARMS)):
+        add(Measured(), Visit(max(asked.loads), number, lines[: max(asked.loads)]))
+    return add
 
 
 def runtime_of(config: DeploymentConfig, max_queue_size: int) -> SpeculativeRuntime:
@@ -251,28 +282,44 @@ class ClosedLoop:
         self.verify_steps += outcome.stats.verify_steps
 
 
-def bench(
-    what: Sequence[str],
-    asked: argparse.Namespace,
-    concurrency: Sequence[int],
-    loads: dict[int, Load],
-    rounds: int,
-    seed: int = FIRST_SEED,
-) -> None:
-    """Add a round of each load in `concurrency`: what `toolkit bench` measures in so many of its
-    own together, in the mean.
-
-    seed: which arm goes first depends on it, so it must not be the same in all runs.
+def served(found: Measured, visit: Visit, url: str, asked: argparse.Namespace) -> None:
+    """Add a visit. Where it is a single block of requests it has two rounds, so that each arm goes
+    first once.
     """
+    rounds = 1 if len(visit.lines) > BLOCK_REQUESTS * visit.load else len(ARMS)
+    with tempfile.TemporaryDirectory(prefix="toolkit-loads-") as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        prompts.write_text("".join(f"{line}\n" for line in visit.lines), encoding="utf-8")
+        options = BenchOptions(
+            prompts=prompts,
+            against_plain=True,
+            concurrency=(visit.load,),
+            requests=len(visit.lines),
+            max_tokens=asked.max_tokens,
+            max_tokens_from=asked.max_tokens_from,
+            rounds=rounds,
+            max_rounds=rounds,
+            warm_up=0,
+            seed=FIRST_SEED + visit.number,
+        )
+        (point,) = to_json(bench(url, options))["points"]
+    note_arms(found, point["arms"])
+
+
+def bench_command(
+    what: Sequence[str], asked: argparse.Namespace, loads: Mapping[int, Load]
+) -> None:
+    """Add what `toolkit bench` measures of all loads, in the mean of its rounds."""
+    rounds = str(len(ARMS) * asked.rounds)
     with tempfile.TemporaryDirectory(prefix="toolkit-loads-") as folder:
         out = Path(folder) / "run.json"
         toolkit(
             "bench",
             *what,
-            *("--concurrency", ",".join(map(str, concurrency))),
+            *("--concurrency", ",".join(map(str, loads))),
             *("--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)),
             *("--max-tokens-from", str(asked.max_tokens_from)),
-            *("--rounds", str(rounds), "--max-rounds", str(rounds), "--seed", str(seed)),
+            *("--rounds", rounds, "--max-rounds", rounds, "--seed", str(FIRST_SEED)),
             *("--out", str(out)),
         )
         run = json.loads(out.read_text(encoding="utf-8"))

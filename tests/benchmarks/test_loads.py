@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.bench_loads import Measured, note_arms
+from tests.benchmarks.bench_loads import Measured, note_arms, visits_of
 
 
 @pytest.mark.parametrize("names", [("plain", "speculative"), ("baseline", "served")])
@@ -18,3 +18,17 @@ def test_arms_are_noted_whatever_bench_calls_them(names: tuple[str, str]) -> Non
     )
     assert served.rates == {"plain": [100.0], "speculative": [150.0]}
     assert served.acceptance_length == [3.2]
+
+
+@pytest.mark.parametrize(
+    ("load", "sizes"), [(1, [16] * 8), (4, [64] * 2), (16, [128]), (64, [128])]
+)
+def test_the_visits_of_a_round_have_its_requests(load: int, sizes: list[int]) -> None:
+    lines = [str(number) for number in range(200)]
+    rounds = [visits_of(load, 128, turn, lines) for turn in range(2)]
+    for visits in rounds:
+        assert [len(visit.lines) for visit in visits] == sizes
+    asked = [line for visits in rounds for visit in visits for line in visit.lines]
+    assert asked == [*lines, *lines[:56]]
+    numbers = [visit.number for visits in rounds for visit in visits]
+    assert numbers == list(range(2 * len(sizes)))
