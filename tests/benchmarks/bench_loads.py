@@ -3,14 +3,14 @@
 Closed loops of 1, 4, 16 and 64 requests at a time, greedy, over the prompts of each YAML, plain and
 speculative in turns. Served: what `toolkit bench` does, its client on the same machine. In process,
 for engines that this process can run: the same runtime and requests without server and client. The
-speed of a machine wavers within seconds, so both ways take turns, too, every VISIT_REQUESTS
-requests of each arm; the intervals are over these visits. Requests have 32 to 96 output tokens:
-where all have the same number, those of the plain arm begin and end together, so that their prompts
-are read together, which no traffic does. Prefixes are not reused: how much a KV cache holds of an
-arm's prompts depends on which arm went before it. Good: speculative / plain >= 1 and served / in
-process >= 0.85 at each load. The acceptance length, the mean of the visits, tells whether drafts
-were in use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as well it is the
-table against vLLM.
+speed of a machine wavers within seconds, so both ways take turns, too, by the blocks of requests in
+which `toolkit bench` changes arms; the intervals are over these visits. Requests have 32 to 96
+output tokens: where all have the same number, those of the plain arm begin and end together, so
+that their prompts are read together, which no traffic does. Prefixes are not reused: how much a KV
+cache holds of an arm's prompts depends on which arm went before it. Good: speculative / plain >= 1
+and served / in process >= 0.85 at each load. The acceptance length, the mean of the visits, tells
+whether drafts were in use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as
+well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
         [--loads 1 4 16 64] [--requests 128] [--rounds 4] [--max-tokens-from 32] [--max-tokens 96]
@@ -54,7 +54,6 @@ from toolkit.triton.process.server import TritonServer
 ROOT = Path(__file__).parents[2]
 ARMS = ("plain", "speculative")
 FIRST_SEED = 3
-VISIT_REQUESTS = 2 * BLOCK_REQUESTS  # of each arm, per request in flight
 TURN_S = 0.2  # of an arm in process
 
 
@@ -129,7 +128,7 @@ class Visit:
 
 def visits_of(load: int, requests: int, turn: int, lines: Sequence[str]) -> list[Visit]:
     """Those of a round."""
-    size = min(requests, VISIT_REQUESTS * load)
+    size = min(requests, BLOCK_REQUESTS * load)
     first = turn * (requests // size)
     return [
         Visit(
@@ -283,10 +282,8 @@ class ClosedLoop:
 
 
 def served(found: Measured, visit: Visit, url: str, asked: argparse.Namespace) -> None:
-    """Add a visit. Where it is a single block of requests it has two rounds, so that each arm goes
-    first once.
-    """
-    rounds = 1 if len(visit.lines) > BLOCK_REQUESTS * visit.load else len(ARMS)
+    """Add a visit, in two rounds, so that each arm goes first once."""
+    rounds = len(ARMS)
     with tempfile.TemporaryDirectory(prefix="toolkit-loads-") as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(f"{line}\n" for line in visit.lines), encoding="utf-8")

@@ -21,7 +21,7 @@ def test_arms_are_noted_whatever_bench_calls_them(names: tuple[str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("load", "sizes"), [(1, [16] * 8), (4, [64] * 2), (16, [128]), (64, [128])]
+    ("load", "sizes"), [(1, [8] * 16), (4, [32] * 4), (16, [128]), (64, [128])]
 )
 def test_the_visits_of_a_round_have_its_requests(load: int, sizes: list[int]) -> None:
     lines = [str(number) for number in range(200)]
