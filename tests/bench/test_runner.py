@@ -21,10 +21,11 @@ from rich.console import Console
 
 from tests.support.stub import Script, StubServer
 from tests.support.timings import timing
+from toolkit.bench import runner
 from toolkit.bench.compare import compare_runs, read_run
 from toolkit.bench.limits import parse_limit
 from toolkit.bench.run import BenchOptions, apart, bench
-from toolkit.bench.runner import BLOCK_REQUESTS, crossover, speed_ratio, undecided_speed
+from toolkit.bench.runner import crossover, speed_ratio, undecided_speed
 from toolkit.bench.transports import Transport
 from toolkit.client import Options
 from toolkit.errors import StageError, UsageError
@@ -63,9 +64,18 @@ def finding(found: BenchRun | Comparison, check: str) -> str:
     return " | ".join(one.detail for one in found.findings if one.check == check)
 
 
+@pytest.mark.parametrize(
+    ("block_ns", "sizes"),
+    [(10**15, (1, 8, 8, 7) * 2), (1, (1,) * 2 * COUNT)],  # a request is short beside it, or long
+)
 def test_arms_take_turns_on_the_same_prompts_and_the_ratio_is_that_of_the_endpoint(
-    stub: StubServer, prompts: Path
+    stub: StubServer,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block_ns: int,
+    sizes: tuple[int, ...],
 ) -> None:
+    monkeypatch.setattr(runner, "BLOCK_NS", block_ns)
     before = len(stub.log())
     found = run(stub, prompts, against_plain=True, rounds=2, max_rounds=2, gates=("speed>=1.5",))
     (point,) = found.points
@@ -80,8 +90,8 @@ def test_arms_take_turns_on_the_same_prompts_and_the_ratio_is_that_of_the_endpoi
     )  # 16 ms against 4, and what the wire costs
     measured = stub.log()[before + 2 * 2 :]
     assert len(measured) == 4 * COUNT
-    size = BLOCK_REQUESTS
-    blocks = [measured[at : at + size] for at in range(0, len(measured), size)]
+    entries = iter(measured)
+    blocks = [list(itertools.islice(entries, size)) for size in sizes for _ in range(2)]
     asked = [[entry["prompt"] for entry in block] for block in blocks]
     assert asked[::2] == asked[1::2]
     arms = [{entry["asked"].get("num_draft_tokens") for entry in block} for block in blocks]
@@ -242,8 +252,9 @@ def test_two_endpoints_are_measured_in_turns(stub: StubServer, prompts: Path) ->
 
 
 def test_the_other_server_is_kept_from_computing_while_one_is_measured(
-    stub: StubServer, prompts: Path
+    stub: StubServer, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runner, "BLOCK_NS", 10**15)
     sent: list[tuple[str, int]] = []
 
     @contextlib.contextmanager
@@ -254,10 +265,7 @@ def test_the_other_server_is_kept_from_computing_while_one_is_measured(
 
     arms = {arm: partial(alone, arm) for arm in ("baseline", "served")}
     run(stub, prompts, baseline=stub.http, rounds=1, max_rounds=1, alone=arms)
-    blocks = COUNT // BLOCK_REQUESTS
-    assert sorted(sent) == sorted(
-        [("baseline", BLOCK_REQUESTS), ("served", BLOCK_REQUESTS)] * blocks
-    )
+    assert sorted(sent) == sorted((arm, size) for arm in arms for size in (1, 8, 8, 7))
 
 
 def test_saved_runs_are_read_back_equal_and_compared(

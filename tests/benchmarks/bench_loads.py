@@ -149,8 +149,13 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
     in_process = prepare(config, asked)
     assert config.validation is not None
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
-    gc.freeze()  # `bench` collects garbage, which should not empty the caches each time
     with TritonServer(ROOT / "triton_repo" / config.name, config.triton) as server:
+        most = max(asked.loads)
+        for visit in visits_of(most, most, 0, lines) * len(ARMS):
+            in_process(Measured(), visit)
+            served(Measured(), visit, server.grpc_url, asked)
+        gc.collect()
+        gc.freeze()  # `bench` collects garbage, which should not empty the caches each time
         for turn in range(asked.rounds):
             for load in asked.loads:
                 for visit in visits_of(load, asked.requests, turn, lines):
@@ -169,7 +174,7 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
 def prepare(
     config: DeploymentConfig, asked: argparse.Namespace
 ) -> Callable[[Measured, Visit], None]:
-    """What adds a visit in this process, warm.
+    """What adds a visit in this process.
 
     Of two runtimes that are alike one may be faster, by where its memory lies. So each takes either
     arm in every other visit.
@@ -195,10 +200,6 @@ def prepare(
             found.rates[arm].append(rate)
         found.acceptance_length.append(arms["speculative"].acceptance_length)
 
-    assert config.validation is not None
-    lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
-    for number in range(len(ARMS)):
-        add(Measured(), Visit(max(asked.loads), number, lines[: max(asked.loads)]))
     return add
 
 
@@ -329,6 +330,8 @@ def note_arms(served: Measured, arms: Sequence[dict[str, Any]]) -> None:
     by their order: with two servers, as for vLLM, they have other names.
     """
     for name, arm in zip(ARMS, arms, strict=True):
+        if arm["failed"]:
+            raise RuntimeError(f"{arm['failed']} requests failed: {arm['errors']}")
         served.rates[name].append(arm["tokens_per_s"])
         if name == "speculative" and arm["acceptance"] is not None:
             served.acceptance_length.append(arm["acceptance"]["length"])

@@ -12,7 +12,7 @@ def test_arms_are_noted_whatever_bench_calls_them(names: tuple[str, str]) -> Non
     note_arms(
         served,
         [
-            {"name": name, "tokens_per_s": rate, "acceptance": acceptance}
+            {"name": name, "failed": 0, "tokens_per_s": rate, "acceptance": acceptance}
             for name, rate, acceptance in zip(names, (100.0, 150.0), acceptances, strict=True)
         ],
     )
@@ -32,3 +32,9 @@ def test_the_visits_of_a_round_have_its_requests(load: int, sizes: list[int]) ->
     assert asked == [*lines, *lines[:56]]
     numbers = [visit.number for visits in rounds for visit in visits]
     assert numbers == list(range(2 * len(sizes)))
+
+
+def test_requests_that_fail_are_no_measurement() -> None:
+    arms = [{"failed": failed, "errors": {"refused": failed}} for failed in (2, 0)]
+    with pytest.raises(RuntimeError, match="2 requests failed: .*refused"):
+        note_arms(Measured(), arms)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.process.policies import POLICIES, set_policies
+from toolkit.process.policies import POLICIES, forget_client_policy, set_policies
 
 CHANNEL = """
 from toolkit.process.policies import set_policies
@@ -45,3 +45,11 @@ def test_what_the_environment_states_stays(monkeypatch: pytest.MonkeyPatch) -> N
     set_policies()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
     assert os.environ["GRPC_EXPERIMENTS"] == POLICIES["GRPC_EXPERIMENTS"]
+
+
+def test_servers_do_not_inherit_what_is_for_clients() -> None:
+    ours, users = {**POLICIES, "A": "1"}, {"GRPC_EXPERIMENTS": "something_else"}
+    for environment in (ours, users):
+        forget_client_policy(environment)
+    assert ours == {"OMP_WAIT_POLICY": "PASSIVE", "A": "1"}
+    assert users == {"GRPC_EXPERIMENTS": "something_else"}

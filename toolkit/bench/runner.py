@@ -71,7 +71,9 @@ SCHEMA_VERSION = 4
 READABLE_VERSIONS = (2, 3, SCHEMA_VERSION)
 # Requests in a block, per request in flight. At its end fewer are in flight, and at its start the
 # engine's weights come back into the caches, and those of its draft: both are a small part of it.
-BLOCK_REQUESTS = 8
+# One at a time, they are only as many as take so long: beyond that caches matter little, and the
+# machine may have changed before the other arm's turn.
+BLOCK_REQUESTS, BLOCK_NS = 8, 250_000_000
 MAX_LAG_MS = 2.0  # if p99 of the lag is above, the load was not the requested one
 MIN_REQUESTS = 4  # per round and request in flight; with fewer, the concurrency is not kept up
 MAX_MERGED_SHARE = (
@@ -328,26 +330,27 @@ class _Runner:
         ]
         size = len(order)
         if load.concurrency is not None:
-            size = BLOCK_REQUESTS * load.concurrency
+            size = 1 if load.concurrency == 1 else BLOCK_REQUESTS * load.concurrency
         expected = self._expected(number, round_number)
         sent: dict[str, list[_Sent]] = {arm.name: [] for arm in self.arms}
         window_ns = dict.fromkeys(sent, 0)
-        with undisturbed():  # not block by block, since it takes what the engine has in the caches
-            for start in range(0, len(order), size):
-                block = order[start : start + size]
-                for arm in next(self._orders):
-                    answers = await self._block(
-                        arm,
-                        load,
-                        (number, round_number),
-                        [(i, prompts[i]) for i in block],
-                        expected,
-                    )
-                    sent[arm.name] += answers
-                    end_ns = max(answer.exchange.ended_ns for answer in answers)
-                    window_ns[arm.name] += end_ns - min(
-                        answer.start_ns for answer in answers if answer.index < judged
-                    )
+        start = 0
+        while start < len(order):
+            block = order[start : start + size]
+            start += size
+            longest_ns = 1
+            for arm in next(self._orders):
+                answers = await self._block(
+                    arm, load, (number, round_number), [(i, prompts[i]) for i in block], expected
+                )
+                sent[arm.name] += answers
+                end_ns = max(answer.exchange.ended_ns for answer in answers)
+                longest_ns = max(longest_ns, end_ns - answers[0].start_ns)
+                window_ns[arm.name] += end_ns - min(
+                    answer.start_ns for answer in answers if answer.index < judged
+                )
+            if load.concurrency == 1:
+                size = max(1, min(BLOCK_REQUESTS, BLOCK_NS * len(block) // longest_ns))
         rounds: dict[str, _Round] = {}
         for name, answers in sent.items():
             ordered = sorted(answers, key=lambda answer: answer.index)

@@ -1,7 +1,7 @@
 """What `toolkit bench CONFIG` can measure of a deployment: which arms, and how plain decoding is
 served for the comparison. All of it is decided before a server starts.
 
-A run compares arms that are measured in turns, request by request. So plain decoding is measured
+A run compares arms that are measured in turns, block by block. So plain decoding is measured
 where the same server or one beside it serves it, and not where it takes a restart.
 """
 

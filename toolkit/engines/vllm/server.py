@@ -29,6 +29,7 @@ from toolkit.engines.vllm.sampling_plugin import DISTRIBUTION
 from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
 from toolkit.errors import ServerError
 from toolkit.interfaces import Progress
+from toolkit.process.policies import forget_client_policy
 from toolkit.process.server import PORT_ATTEMPTS, ServerProcess, is_taken, reserve_ports
 from toolkit.process.workspace import Workspace
 
@@ -190,6 +191,7 @@ class VllmServer:
             self._python, self._args, self.name, host=self.config.host, port=self._port
         )
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        forget_client_policy(inherited)
         cache = self._cache or workspace.path / "cache"
         return command, {
             **THREAD_POLICY,

@@ -58,6 +58,7 @@ TYPES: Mapping[int, Any] = {
     11: np.dtype(np.float32),
     BYTES: np.dtype(np.object_),
 }
+MAX_DIMS, MAX_DIM = 8, 2**31 - 1  # of what is read; numpy takes no array of any shape
 NUMBERS = {dtype: number for number, dtype in TYPES.items()}
 U32, PAIR, RESPONSE_HEAD = struct.Struct("=I"), struct.Struct("=II"), struct.Struct("=IcQBB")
 VALUE_FRAME = struct.Struct("=IcIBd")
@@ -136,10 +137,13 @@ class Received(NamedTuple):
     @classmethod
     def of(cls, type_number: int, shape: tuple[int, ...], content: memoryview) -> Received:
         """Raises ValueError if the content does not fit the shape."""
+        if len(shape) > MAX_DIMS or not all(0 <= dim <= MAX_DIM for dim in shape):
+            raise ValueError(f"{list(shape)}")
         texts = _elements(content) if type_number == BYTES else None
-        count = len(content) / TYPES[type_number].itemsize if texts is None else len(texts)
-        if min(shape, default=0) < 0 or math.prod(shape) != count:
-            raise ValueError(f"{count:g} elements for {list(shape)}")
+        if texts is not None and len(texts) != math.prod(shape):
+            raise ValueError(f"{len(texts)} elements for {list(shape)}")
+        if texts is None and len(content) != math.prod(shape) * TYPES[type_number].itemsize:
+            raise ValueError(f"{len(content)} bytes for {list(shape)}")
         return cls(type_number, shape, content, texts)
 
     def elements(self) -> list[Any]:

@@ -26,6 +26,7 @@ from types import TracebackType
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
 from toolkit.interfaces import Progress
+from toolkit.process.policies import forget_client_policy
 from toolkit.process.server import (
     LOG_TAIL_LINES,
     PORT_ATTEMPTS,
@@ -140,6 +141,7 @@ def launch_command(
     command += restrictions(admin_key(os.environ))
     environment = {**THREAD_POLICY, **os.environ}
     environment.pop(KEY_VARIABLE, None)  # the models of the server have no use for it
+    forget_client_policy(environment)
     # The stub finds its packages through the first `python3` on PATH, which is also how it
     # recognises a virtual environment.
     environment["PATH"] = os.pathsep.join(

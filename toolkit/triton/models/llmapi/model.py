@@ -299,8 +299,8 @@ class TritonPythonModel:
 
     def _send_due(self) -> None:
         """Called by the runtime behind events, before it goes on. The thread that computes leaves
-        the responses to the sender, unless there is nothing left to compute. The one that reads
-        while it does sends them itself. Either spares waking another.
+        the responses to the sender, but for one behind which there is nothing left to compute. The
+        one that reads while it does sends them itself. Either spares waking another.
         """
         jobs: list[Job] = []
         with contextlib.suppress(IndexError):  # two threads may take from it at a time
@@ -309,7 +309,8 @@ class TritonPythonModel:
         if not jobs:
             return
         if threading.current_thread() is self._runtime_thread:
-            if not self._is_idle():
+            # A second answer, or the lock, would take longer than to wake the sender.
+            if len(jobs) > 1 or self._sending.locked() or not self._is_idle():
                 self._outbox.put(jobs)
                 return
         elif self._gives_way and not self._reader_gives_way:
@@ -330,7 +331,7 @@ class TritonPythonModel:
         while (jobs := self._outbox.get()) is not None:
             self._answer_all(jobs)
 
-    # On the sender's thread, or on the reader's of a burst.
+    # On the sender's thread, on the reader's of a burst, or on the runtime's.
 
     def _answer_all(self, jobs: list[Job]) -> None:
         """Answer the events of these requests that were not answered. The lock keeps the responses

@@ -151,7 +151,7 @@ class TritonPythonModel:
         for triton_request in requests:
             sender, arrival_ns = triton_request.get_response_sender(), time.monotonic_ns()
             try:
-                # Copies, because the memory belongs to Triton after execute returns.
+                # The elements are copies: the memory belongs to Triton after execute returns.
                 tensors = {tensor.name(): elements_of(tensor) for tensor in triton_request.inputs()}
                 parameters = json.loads(triton_request.parameters() or "{}")
                 request = parse(tensors, parameters, self._limits, REQUEST_FORMAT)
