@@ -36,5 +36,5 @@ def test_the_visits_of_a_round_have_its_requests(load: int, sizes: list[int]) ->
 
 def test_requests_that_fail_are_no_measurement() -> None:
     arms = [{"failed": failed, "errors": {"refused": failed}} for failed in (2, 0)]
-    with pytest.raises(RuntimeError, match="2 requests failed: .*refused"):
+    with pytest.raises(RuntimeError, match=r"2 requests failed: .*refused"):
         note_arms(Measured(), arms)

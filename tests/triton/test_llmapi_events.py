@@ -45,6 +45,7 @@ def handed_over(model: Any, *, streams: bool, interval_ns: int, count: int) -> l
         _outbox=outbox,
         _due=deque(),
         _runtime_thread=threading.current_thread(),
+        _sending=threading.Lock(),
         _is_idle=lambda: False,
     )
     sizes = []
@@ -102,6 +103,7 @@ def test_where_nothing_is_left_to_compute_no_other_thread_is_woken(model: Any) -
         _outbox=outbox,
         _due=deque(),
         _runtime_thread=threading.current_thread(),
+        _sending=threading.Lock(),
         _jobs=jobs,
         _jobs_lock=threading.Lock(),
         _answer_all=answered.append,
@@ -114,6 +116,15 @@ def test_where_nothing_is_left_to_compute_no_other_thread_is_woken(model: Any) -
     assert outbox.get_nowait() == [jobs["1"]]  # the other one goes on
     assert outbox.empty()
     assert answered == [[jobs["2"]]]
+    # To wait for another that sends, or to answer many, would take longer.
+    with itself._sending:
+        itself._due.append(jobs["2"])
+        model.TritonPythonModel._send_due(itself)
+    itself._due.extend(jobs.values())
+    jobs["1"].is_over = True
+    model.TritonPythonModel._send_due(itself)
+    assert [outbox.get_nowait() for _ in range(2)] == [[jobs["2"]], list(jobs.values())]
+    assert len(answered) == 1
 
 
 def test_responses_to_a_request_stay_in_order_until_they_are_on_their_way(
