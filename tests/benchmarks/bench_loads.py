@@ -127,7 +127,7 @@ class Visit:
 
 
 def visits_of(load: int, requests: int, turn: int, lines: Sequence[str]) -> list[Visit]:
-    """Those of a round."""
+    """Those of a round; what is no whole one is left out."""
     size = min(requests, BLOCK_REQUESTS * load)
     first = turn * (requests // size)
     return [

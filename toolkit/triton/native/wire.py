@@ -138,7 +138,7 @@ class Received(NamedTuple):
     def of(cls, type_number: int, shape: tuple[int, ...], content: memoryview) -> Received:
         """Raises ValueError if the content does not fit the shape."""
         if len(shape) > MAX_DIMS or not all(0 <= dim <= MAX_DIM for dim in shape):
-            raise ValueError(f"{list(shape)}")
+            raise ValueError(f"{list(shape)} is none that is read")
         texts = _elements(content) if type_number == BYTES else None
         if texts is not None and len(texts) != math.prod(shape):
             raise ValueError(f"{len(texts)} elements for {list(shape)}")

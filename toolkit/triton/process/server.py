@@ -26,7 +26,7 @@ from types import TracebackType
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
 from toolkit.interfaces import Progress
-from toolkit.process.policies import forget_client_policy
+from toolkit.process.policies import THREAD_POLICY, forget_client_policy
 from toolkit.process.server import (
     LOG_TAIL_LINES,
     PORT_ATTEMPTS,
@@ -67,11 +67,6 @@ EXIT_TIMEOUT_S = 5  # how long a stopping server waits for running requests
 PACKAGED_VERSION = re.compile(
     r'package_version(?:: |"\s+value:? \{\s+string_value: ")(?P<version>\d+)'
 )
-# Waiting OpenMP threads sleep. On two cores, target forwards of the quickstart pair (INT8, 1 token,
-# 2 threads) take 0.60 ms at best with either policy. At the median on a busy machine they take 1.0
-# to 1.7 ms when threads spin, and 0.66 ms when they sleep. ACTIVE made served tokens 2.5 times
-# slower. A policy that the environment states takes precedence.
-THREAD_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True, slots=True)
