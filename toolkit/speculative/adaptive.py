@@ -55,10 +55,10 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 SWITCH_GAIN, END_GAIN = 0.015, 0.02
 # Of the speed of a batch, that drafts have to promise before it begins to draft, beside the time in
 # which the draft reads the prompts. What drafts cost is known to a few percent.
-BATCH_GAIN, MOST_READING = 0.015, 0.9
+BATCH_GAIN, MOST_READING = 0.03, 0.9
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 64
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 128
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # A request that ends is often followed by another, and then nothing has changed: so many steps. A
 # batch that does not draft begins anew with few rows, which would draft in vain: then more steps.
@@ -624,6 +624,9 @@ class Controller:
             new if state.draft_len is None else min(state.draft_len, most)
             for state, new, most in zip(states, best.draft_lens, longests, strict=True)
         ]
+        if present == best.draft_lens:
+            self._wants_ends = False
+            return best
         kept_speed = self._speed(alphas, present, fixed)
         ending = [
             state
