@@ -37,14 +37,19 @@ def test_the_time_of_a_step_is_averaged() -> None:
 
 
 def test_behind_a_pause_it_begins_anew() -> None:
-    pace = paced(0, MS, 500 * MS)
-    assert pace.sleep_ns(500 * MS) is None
-    pace.note(502 * MS)
-    assert pace.sleep_ns(502 * MS) == 2 * MS + BEHIND_NS
+    """A step that reads a prompt takes 3 ms. In the mean it would make the next looks late."""
+    pace = paced(0, MS, 4 * MS)
+    assert pace.sleep_ns(4 * MS) is None
+    pace.note(6 * MS)
+    assert pace.sleep_ns(6 * MS) == 2 * MS + BEHIND_NS
 
 
-def test_steps_that_are_told_out_of_order_do_no_harm() -> None:
-    pace = paced(0, MS, -50 * MS)
-    assert pace.sleep_ns(-50 * MS) is None
-    pace.note(-49 * MS)
-    assert pace.sleep_ns(-49 * MS) == MS + BEHIND_NS
+def test_what_a_step_leaves_in_parts_is_one_step() -> None:
+    pace = paced(0, 3 * MS, 3 * MS + 50_000, 6 * MS, 6 * MS + 50_000)
+    assert pace.sleep_ns(6 * MS + 50_000) is None
+    pace = paced(0, 50_000, MS, MS + 50_000)
+    assert pace.sleep_ns(MS + 50_000) == MS - 50_000 + BEHIND_NS
+
+
+def test_what_is_told_out_of_order_does_no_harm() -> None:
+    assert paced(0, MS, -MS).sleep_ns(MS) == MS + BEHIND_NS

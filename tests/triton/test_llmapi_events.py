@@ -90,7 +90,7 @@ def test_between_short_steps_the_sender_looks_by_the_clock(
         if len(slept) == 3:
             outbox.put("due")
 
-    monkeypatch.setattr(model.time, "sleep", sleep)
+    monkeypatch.setattr(model, "time", SimpleNamespace(sleep=sleep, monotonic_ns=time.monotonic_ns))
     pace = SimpleNamespace(sleep_ns=lambda _now_ns: 300_000)
     assert model.TritonPythonModel._next_due(itself, pace) == "due"
     assert slept == [0.0003] * 3

@@ -624,7 +624,7 @@ class Controller:
             new if state.draft_len is None else min(state.draft_len, most)
             for state, new, most in zip(states, best.draft_lens, longests, strict=True)
         ]
-        if present == best.draft_lens:
+        if present == best.draft_lens:  # nothing to settle, and to compare takes time
             self._wants_ends = False
             return best
         kept_speed = self._speed(alphas, present, fixed)

@@ -4,12 +4,12 @@
 Threads: `execute`, which the backend calls, checks a request, submits it and returns at once. One
 thread runs the speculative runtime. Behind each step the events that make a response due go to a
 second, the sender, which makes responses of them and sends them (0.05 to 0.1 ms each); a forward
-does not hold the interpreter's lock, so the two work side by side. To wake another thread takes
-0.1 ms, so the one that reads the steps of a burst sends them, too, and the runtime's own does where
-nothing is left to compute; and the sender looks by the clock while steps are short
-(toolkit.process.pace). Events that come while their thread is busy are sent together, a response
-per request, so that it never falls behind. A last thread cancels requests whose clients are gone,
-and updates the metrics.
+does not hold the interpreter's lock, so the two work side by side. Until a thread that is woken
+runs 0.1 ms pass, so the one that reads the steps of a burst sends them, too, and the runtime's own
+does where nothing is left to compute. Between short steps the sender is not woken at all, which
+costs the runtime's thread too much: it looks by the clock (toolkit.process.pace). Events that come
+while their thread is busy are sent together, a response per request, so that it never falls behind.
+A last thread cancels requests whose clients are gone, and updates the metrics.
 `toolkit.triton.tensors.requests` holds everything about the content of requests; this file is only
 Triton's side.
 
