@@ -55,7 +55,7 @@ def handed_over(model: Any, *, streams: bool, interval_ns: int, count: int) -> l
         model.TritonPythonModel._take(itself, job, event)
         model.TritonPythonModel._send_due(itself)
         while not outbox.empty():
-            assert outbox.get()[0] == [job]
+            assert outbox.get() == [job]
             sizes.append(len(job.held))
             while job.held:
                 job.answer.add(job.held.popleft(), time.monotonic_ns())
@@ -75,30 +75,6 @@ def test_the_sender_is_woken_for_responses_alone(
 ) -> None:
     """It takes the interpreter's lock from the thread that computes."""
     assert handed_over(model, streams=streams, interval_ns=interval_ns, count=5) == sizes
-
-
-def test_between_short_steps_the_sender_looks_by_the_clock(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It sleeps until something is there, and is woken where the next step is not foreseen."""
-    outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    itself = SimpleNamespace(_outbox=outbox)
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 3:
-            outbox.put("due")
-
-    monkeypatch.setattr(model, "time", SimpleNamespace(sleep=sleep, monotonic_ns=time.monotonic_ns))
-    pace = SimpleNamespace(sleep_ns=lambda _now_ns: 300_000)
-    assert model.TritonPythonModel._next_due(itself, pace) == "due"
-    assert slept == [0.0003] * 3
-
-    threading.Timer(0.05, outbox.put, [None]).start()
-    awaited = SimpleNamespace(sleep_ns=lambda _now_ns: None)
-    assert model.TritonPythonModel._next_due(itself, awaited) is None
-    assert len(slept) == 3
 
 
 def test_the_reader_of_a_burst_answers_what_it_has_read(model: Any) -> None:
@@ -137,7 +113,7 @@ def test_where_nothing_is_left_to_compute_no_other_thread_is_woken(model: Any) -
         last = TokenEvent(job.id, (1,), "a", finish_reason="length")
         model.TritonPythonModel._take(itself, job, last)
         model.TritonPythonModel._send_due(itself)
-    assert outbox.get_nowait()[0] == [jobs["1"]]  # the other one goes on
+    assert outbox.get_nowait() == [jobs["1"]]  # the other one goes on
     assert outbox.empty()
     assert answered == [[jobs["2"]]]
     # To wait for another that sends, or to answer many, would take longer.
@@ -147,7 +123,7 @@ def test_where_nothing_is_left_to_compute_no_other_thread_is_woken(model: Any) -
     itself._due.extend(jobs.values())
     jobs["1"].is_over = True
     model.TritonPythonModel._send_due(itself)
-    assert [outbox.get_nowait()[0] for _ in range(2)] == [[jobs["2"]], list(jobs.values())]
+    assert [outbox.get_nowait() for _ in range(2)] == [[jobs["2"]], list(jobs.values())]
     assert len(answered) == 1
 
 

@@ -4,12 +4,11 @@
 Threads: `execute`, which the backend calls, checks a request, submits it and returns at once. One
 thread runs the speculative runtime. Behind each step the events that make a response due go to a
 second, the sender, which makes responses of them and sends them (0.05 to 0.1 ms each); a forward
-does not hold the interpreter's lock, so the two work side by side. Until a thread that is woken
-runs 0.1 ms pass, so the one that reads the steps of a burst sends them, too, and the runtime's own
-does where nothing is left to compute. Between short steps the sender is not woken at all, which
-costs the runtime's thread too much: it looks by the clock (toolkit.process.pace). Events that come
-while their thread is busy are sent together, a response per request, so that it never falls behind.
-A last thread cancels requests whose clients are gone, and updates the metrics.
+does not hold the interpreter's lock, so the two work side by side. To wake another thread takes
+0.1 ms, so the one that reads the steps of a burst sends them, too, and the runtime's own does where
+nothing is left to compute. Events that come while their thread is busy are sent together, a
+response per request, so that it never falls behind. A last thread cancels requests whose clients
+are gone, and updates the metrics.
 `toolkit.triton.tensors.requests` holds everything about the content of requests; this file is only
 Triton's side.
 
@@ -40,7 +39,6 @@ try:
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, TokenEvent
-    from toolkit.process.pace import Pace
     from toolkit.process.placement import (
         Crowding,
         claim_cores,
@@ -163,8 +161,7 @@ class TritonPythonModel:
         self._stream_interval_ns = int(1e6 * our_settings["stream_interval_ms"])
         self._due: deque[Job] = deque()  # jobs with a response to send, until the step is over
         self._sending = threading.Lock()  # held by the one thread that answers
-        # For the sender: jobs, and when they became due. None: no more come.
-        self._outbox: queue.SimpleQueue[tuple[list[Job], int] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
         self._runtime_thread = threading.Thread(target=self._run, name="runtime")
         self._watcher = threading.Thread(target=self._watch, name="watcher")
         self._sender = threading.Thread(target=self._send, name="sender")
@@ -291,7 +288,7 @@ class TritonPythonModel:
             open_jobs = list(self._jobs.values())
         for job in open_jobs:
             job.held.append(TokenEvent(job.id, (), "", finish_reason="error", error=reason))
-        self._outbox.put((open_jobs, time.monotonic_ns()))
+        self._outbox.put(open_jobs)
 
     def _take(self, job: Job, event: TokenEvent) -> None:
         """Called by the runtime with each event of a request."""
@@ -314,7 +311,7 @@ class TritonPythonModel:
         if threading.current_thread() is self._runtime_thread:
             # A second answer, or the lock, would take longer than to wake the sender.
             if len(jobs) > 1 or self._sending.locked() or not self._is_idle():
-                self._outbox.put((jobs, time.monotonic_ns()))
+                self._outbox.put(jobs)
                 return
         elif self._gives_way and not self._reader_gives_way:
             self._reader_gives_way = True
@@ -331,17 +328,8 @@ class TritonPythonModel:
     def _send(self) -> None:
         if self._gives_way:
             give_way()
-        pace = Pace()
-        while (due := self._next_due(pace)) is not None:
-            jobs, due_ns = due
-            pace.note(due_ns)
+        while (jobs := self._outbox.get()) is not None:
             self._answer_all(jobs)
-
-    def _next_due(self, pace: Pace) -> tuple[list[Job], int] | None:
-        """What the outbox holds next; wait for it if it is empty."""
-        while self._outbox.empty() and (sleep_ns := pace.sleep_ns(time.monotonic_ns())) is not None:
-            time.sleep(sleep_ns / 1e9)
-        return self._outbox.get()
 
     # On the sender's thread, on the reader's of a burst, or on the runtime's.
 
