@@ -342,10 +342,16 @@ def test_drafts_end_when_two_decisions_want_it() -> None:
     assert state.draft_len == 0
 
 
-def test_a_first_wish_to_end_drafts_is_forgotten_if_the_second_decision_has_none() -> None:
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_first_wish_to_end_drafts_is_forgotten_if_the_second_decision_has_none(
+    changes: bool,
+) -> None:
+    """changes: whether that decision has another length, or the present one."""
     pays, does_not = Costs(), Costs(verify=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
     decider = controller(does_not)
-    state = Adaptation(900.0, 1000.0, draft_len=3)
+    (best,) = chosen(controller(pays), Adaptation(900.0, 1000.0))
+    state = Adaptation(900.0, 1000.0, draft_len=3 if changes else best)
+    assert (state.draft_len != best) == changes
     for decider.costs in (does_not, pays, does_not):
         decider.choose([state])
         assert state.draft_len
