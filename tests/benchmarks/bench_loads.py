@@ -4,16 +4,17 @@ Closed loops of 1, 4, 16 and 64 requests at a time, greedy, over the prompts of 
 speculative in turns. Served: what `toolkit bench` does, its client on the same machine. In process,
 for engines that this process can run: the same runtime and requests without server and client. The
 speed of a machine wavers within seconds, so both ways take turns, too, by the blocks of requests in
-which `toolkit bench` changes arms; the intervals are over these visits. Requests have 32 to 96
-output tokens: where all have the same number, those of the plain arm begin and end together, so
-that their prompts are read together, which no traffic does. Prefixes are not reused: how much a KV
-cache holds of an arm's prompts depends on which arm went before it. Good: speculative / plain >= 1
-and served / in process >= 0.85 at each load. The acceptance length, the mean of the visits, tells
-whether drafts were in use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as
-well it is the table against vLLM.
+which `toolkit bench` changes arms. One start of a server differs from the next by several percent,
+and so does one runtime from another, so each round starts both anew, and the intervals are over
+rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
+begin and end together, so that their prompts are read together, which no traffic does. Prefixes are
+not reused: how much a KV cache holds of an arm's prompts depends on which arm went before it. Good:
+speculative / plain >= 1 and served / in process >= 0.85 at each load. The acceptance length, the
+mean of the visits, tells whether drafts were in use: 1.00 where none is accepted. With
+configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
-        [--loads 1 4 16 64] [--requests 128] [--rounds 4] [--max-tokens-from 32] [--max-tokens 96]
+        [--loads 1 4 16 64] [--requests 128] [--rounds 8] [--max-tokens-from 32] [--max-tokens 96]
 
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
 the highest load has, under the name loads-NAME; another build of the same takes a second. The
@@ -35,6 +36,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -59,12 +61,18 @@ TURN_S = 0.2  # of an arm in process
 
 @dataclass
 class Measured:
-    """Of one load and way, by visit: tokens/s of each arm, and the speculative arm's acceptance
-    length. Empty where it was not measured.
+    """Of one load and way, by visit or by round: tokens/s of each arm, and the speculative arm's
+    acceptance length. Empty where it was not measured.
     """
 
     rates: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     acceptance_length: list[float] = field(default_factory=list)
+
+    def add_mean(self, visits: Measured) -> None:
+        """Add a round."""
+        for arm, rates in visits.rates.items():
+            self.rates[arm].append(mean(rates))
+        self.acceptance_length.append(mean(visits.acceptance_length))
 
     @property
     def speedup(self) -> Estimate | None:
@@ -86,7 +94,7 @@ def main() -> int:
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--max-tokens-from", type=int, default=32)
     asked = parser.parse_args()
@@ -146,9 +154,23 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
     if not config.capabilities.in_process:
         bench_command([str(path), *changes], asked, loads)
         return loads
+    for turn in range(asked.rounds):
+        for load, found in measure_round(config, asked, turn).items():
+            loads[load].in_process.add_mean(found.in_process)
+            loads[load].served.add_mean(found.served)
+        print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr, flush=True)
+    return loads
+
+
+def measure_round(
+    config: DeploymentConfig, asked: argparse.Namespace, turn: int
+) -> dict[int, Load]:
+    """By visit, with runtimes and a server of its own."""
+    gc.unfreeze()
     in_process = prepare(config, asked)
     assert config.validation is not None
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
+    loads = {load: Load() for load in asked.loads}
     with TritonServer(ROOT / "triton_repo" / config.name, config.triton) as server:
         most = max(asked.loads)
         for visit in visits_of(most, most, 0, lines) * len(ARMS):
@@ -156,18 +178,14 @@ def measure(path: Path, changes: list[str], asked: argparse.Namespace) -> dict[i
             served(Measured(), visit, server.grpc_url, asked)
         gc.collect()
         gc.freeze()  # `bench` collects garbage, which should not empty the caches each time
-        for turn in range(asked.rounds):
-            for load in asked.loads:
-                for visit in visits_of(load, asked.requests, turn, lines):
-                    ways = [
-                        functools.partial(in_process, loads[load].in_process, visit),
-                        functools.partial(
-                            served, loads[load].served, visit, server.grpc_url, asked
-                        ),
-                    ]
-                    for way in ways if visit.number % 2 == 0 else reversed(ways):
-                        way()
-                print(f"round {turn + 1}: {load} requests at a time", file=sys.stderr, flush=True)
+        for load, found in loads.items():
+            for visit in visits_of(load, asked.requests, turn, lines):
+                ways = [
+                    functools.partial(in_process, found.in_process, visit),
+                    functools.partial(served, found.served, visit, server.grpc_url, asked),
+                ]
+                for way in ways if visit.number % 2 == 0 else reversed(ways):
+                    way()
     return loads
 
 
@@ -366,7 +384,7 @@ def _quotient(above: list[float], below: list[float]) -> Estimate | None:
 
 
 def _mean(values: list[float], digits: int = 0) -> str:
-    return f"{sum(values) / len(values):,.{digits}f}" if values else "-"
+    return f"{mean(values):,.{digits}f}" if values else "-"
 
 
 def _words(estimate: Estimate | None) -> str:
