@@ -31,6 +31,7 @@ from toolkit.speculative.adaptive import (
     AdaptiveSettings,
     Controller,
 )
+from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.trials import FIRST_BLOCKS, Trials
 
 LONGEST = 5
@@ -540,7 +541,7 @@ def test_one_row_more_among_many_is_no_reason_to_end_drafts_at_once() -> None:
 def in_a_trial(decider: Controller, states: list[Adaptation]) -> None:
     """Go on until its second step."""
     decider.choose(states)
-    for _ in range(1000):
+    for _ in range(3000):
         if not decider.keeps(len(states)):
             decider.choose(states)
         elif decider.is_trying:
@@ -967,3 +968,49 @@ def test_steps_in_which_nothing_can_be_due_change_nothing(
     done, rested = driven(asks_rests=True)
     assert done == always and {what for _, what in done} >= kinds
     assert rested > least_rested
+
+
+FAST, SLOW = (600e3, 1150e3, 1500e3, 1750e3), (1150e3, 1600e3, 1850e3, 2100e3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(FAST, SLOW), (SLOW, FAST)])
+def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
+    before: tuple[float, ...], after: tuple[float, ...]
+) -> None:
+    """Weights in the caches, a wide step costs much more than a narrow one; else the reading of the
+    weights decides. Four requests without an end, of whose draft tokens four in five are accepted.
+    """
+    figures = Figures(
+        [[0.0] * 5, *([0.0, *[ns] * 4] for ns in before)], [0.0] + [380e3] * 4, [0.0] + [80e3] * 4
+    )
+    costs = StepCosts(figures, 300e3, reading=8e3)
+    decider = Controller(AdaptiveSettings(), costs, 3, Trials(4), expected_acceptance=0.83)
+    states = [decider.begin() for _ in range(4)]
+    draw, plain_steps, drafting = random.Random(0), 0, [0, 0]
+    decider.choose(states)
+    for step in range(12_000):
+        if not decider.keeps(4):
+            decider.choose(states)
+        lengths = [state.draft_len or 0 for state in states]
+        for state, length in zip(states, lengths, strict=True):
+            if length:
+                accepted = 0
+                while accepted < length and draw.random() < 0.83:
+                    accepted += 1
+                decider.note_block(state, length, accepted)
+            else:
+                decider.note_plain(state, 1)
+        plain_steps = 0 if any(lengths) else plain_steps + 1
+        if not 0 < plain_steps < 9:  # as the runtime does
+            verify_ns = between(before if step < 2000 else after, 1 + sum(lengths) / 4)
+            noise = draw.gauss(1.0, 0.05)
+            drafted = [sum(length > depth for length in lengths) for depth in range(max(lengths))]
+            draft_ns = 380e3 + 80e3 * (len(drafted) - 1) if drafted else 0
+            costs.note_step(4, drafted, 0.0, int(draft_ns * noise), int(verify_ns * noise), 60_000)
+        if step < 2000 or step >= 8000:
+            drafting[step >= 2000] += any(lengths)
+    drafts = [drafting[0] > 1900, drafting[1] > 3800]
+    plain = [drafting[0] < 100, drafting[1] < 200]
+    assert (drafts, plain) == (
+        ([False, True], [True, False]) if before is FAST else ([True, False], [False, True])
+    )

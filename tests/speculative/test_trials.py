@@ -6,6 +6,8 @@ import pytest
 
 from toolkit.speculative.trials import (
     ASK_AGAIN_STEPS,
+    CHANGE_THAT_MATTERS,
+    CHANGED_SHARE,
     FIRST_BLOCKS,
     FIRST_TRIALS,
     LEAST_INTERVAL,
@@ -15,6 +17,8 @@ from toolkit.speculative.trials import (
     TRIAL_STEPS,
     Trials,
 )
+
+STEP_NS = 600_000.0
 
 
 def steps_until_due(trials: Trials, rows: int) -> int:
@@ -33,21 +37,23 @@ def steps_until_begun(
     *,
     drafts: bool,
     blocks: int = 0,
+    step_ns: float = STEP_NS,
 ) -> int:
     steps = 0
     while True:
         steps += steps_until_due(trials, rows)
-        if trials.begin(rows, promise, further_steps, drafts=drafts, blocks=blocks):
+        if trials.begin(
+            rows, promise, further_steps, step_ns=step_ns, drafts=drafts, blocks=blocks
+        ):
             return steps
 
 
 def test_a_load_is_tried_so_rarely_that_it_costs_its_share_the_first_time_too() -> None:
     trials = Trials(64)
     lost = TRIAL_STEPS * 0.25 + 2.0
-    for drafts in (False, True):
-        assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=drafts) == lost / TRIAL_SHARE
-        trials.end()
-    assert steps_until_begun(trials, 64, 1.1, drafts=False) == LEAST_INTERVAL
+    assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=False) == lost / TRIAL_SHARE
+    trials.end()
+    assert steps_until_begun(Trials(64), 64, 1.1, drafts=False) == LEAST_INTERVAL
 
 
 def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
@@ -55,9 +61,9 @@ def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
     lost = TRIAL_STEPS * 0.25 + 2.0
     for _ in range(100):
         trials.pass_step(64)  # plain ones, behind which plain ones compare nothing
-    assert not trials.begin(64, 0.8, 2.0, drafts=True, blocks=0)
+    assert not trials.begin(64, 0.8, 2.0, step_ns=STEP_NS, drafts=True, blocks=0)
     assert steps_until_due(trials, 64) == FIRST_BLOCKS
-    assert trials.begin(64, 0.8, 2.0, drafts=True, blocks=FIRST_BLOCKS)
+    assert trials.begin(64, 0.8, 2.0, step_ns=STEP_NS, drafts=True, blocks=FIRST_BLOCKS)
     while trials.pass_step(64):
         pass
     begun = steps_until_begun(trials, 64, 0.8, 2.0, drafts=True, blocks=FIRST_BLOCKS)
@@ -87,8 +93,28 @@ def test_a_load_that_has_changed_need_not_wait_for_what_its_last_trials_confirme
         steps_until_begun(trials, 4, 1.1, drafts=True)
         trials.end()
     steps_until_due(trials, 4)
-    assert not trials.begin(4, 1.1, 0.0, drafts=True)
+    assert not trials.begin(4, 1.1, 0.0, step_ns=STEP_NS, drafts=True)
     assert steps_until_begun(trials, 4, 1.1, drafts=False) == ASK_AGAIN_STEPS
+
+
+def test_drafts_that_began_are_tried_against_plain_steps_before_long() -> None:
+    trials = Trials(4)
+    steps_until_begun(trials, 4, 0.8, 2.0, drafts=False)
+    trials.end()
+    assert steps_until_begun(trials, 4, 0.8, 2.0, drafts=True) == LEAST_INTERVAL
+    trials.end()
+    assert steps_until_begun(trials, 4, 0.8, 2.0, drafts=True) > 10 * LEAST_INTERVAL
+
+
+@pytest.mark.parametrize("factor", [1 + 2 * CHANGE_THAT_MATTERS, 1 - 2 * CHANGE_THAT_MATTERS])
+def test_on_a_machine_that_has_changed_a_trial_may_come_sooner(factor: float) -> None:
+    trials = Trials(4)
+    lost = TRIAL_STEPS * 0.25 + 2.0
+    for _ in range(3):
+        steps_until_begun(trials, 4, 0.8, 2.0, drafts=False)
+        trials.end()
+    begun = steps_until_begun(trials, 4, 0.8, 2.0, drafts=False, step_ns=factor * STEP_NS)
+    assert begun == lost / CHANGED_SHARE
 
 
 def test_a_trial_ends_when_half_of_its_requests_are_new() -> None:
@@ -129,6 +155,6 @@ def test_a_trial_takes_its_steps_and_ends_at_once_at_another_load() -> None:
 def test_what_cannot_pay_or_costs_too_much_is_not_tried(promise: float, further: float) -> None:
     trials = Trials(4)
     steps_until_due(trials, 4)
-    assert not trials.begin(4, promise, further, drafts=False)
+    assert not trials.begin(4, promise, further, step_ns=STEP_NS, drafts=False)
     assert not trials.is_on
     assert steps_until_due(trials, 4) == ASK_AGAIN_STEPS  # that may change

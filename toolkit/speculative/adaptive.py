@@ -588,9 +588,16 @@ class Controller:
         unread = sum(state.unread_tokens for state in states) if other else rows * TRIAL_STEPS
         reading_ns = self.costs.read_ns(unread)
         promise = speed / self._speed(alphas, usual, ())
-        reading_steps = reading_ns / self.costs.step_ns(rows, 1.0)
+        step_ns = self.costs.step_ns(rows, 1.0)
         blocks = max((state.blocks for state in states if state.draft_len), default=0)
-        if trials.begin(rows, promise, reading_steps, drafts=any(usual), blocks=blocks):
+        if trials.begin(
+            rows,
+            promise,
+            reading_ns / step_ns,
+            step_ns=step_ns,
+            drafts=any(usual),
+            blocks=blocks,
+        ):
             for state in states:
                 self._try(state, other)
 

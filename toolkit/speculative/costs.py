@@ -33,10 +33,14 @@ SCALE_STEP, HOST_STEP = 0.02, 0.02
 PROBE_STEP = 0.15  # probes are rare, and one that reads a prompt takes longer
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
-FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.004, 0.99
-# In so many steps behind one of the other kind it moves by so many times as much, and with it those
-# of about as many rows, which were interpolated between the same ones.
-FRESH_STEPS, FRESH_MOVES, FRESH_ROWS = 8, 1.5, 2**0.5
+FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.001, 0.99
+# In so many steps behind one of the other kind it moves by this share, once more for each further
+# one in a row that was slower than expected, or faster; and with it those of about as many rows,
+# which were interpolated between the same ones.
+FRESH_STEPS, FRESH_STEP, FRESH_ROWS = 8, 0.002, 2**0.5
+# The more the machine has changed since one kind followed the other last, the less is known of what
+# they take beside each other: so much more, for a scale that is e times as large, or as small.
+FRESH_STEP_OF_CHANGE = 0.04
 TREND_STEPS = 8.0  # so many decide whether the machine changes
 FIRST_HOST_NS = 40_000.0  # of a plain step with one row, before one has been measured
 LEAST_HOST_NS = 1_000.0  # so that it grows again when it is needed
@@ -70,10 +74,12 @@ class _Line:
         """context: tokens more than the base has."""
         return self._factors[rows] * (self._base[rows] + context * self._growth[rows])
 
-    def move(self, rows: int, share: float, *, up: bool) -> None:
-        step = self._steps[rows]
+    def move(self, rows: int, share: float, *, up: bool, step: float | None = None) -> None:
+        """By a share of a step; its own, which becomes smaller, if None is given."""
+        if step is None:
+            step = self._steps[rows]
+            self._steps[rows] = max(FIGURE_STEP, step * FIGURE_STEP_FACTOR)
         self._factors[rows] *= _step(step * share, up=up)
-        self._steps[rows] = max(FIGURE_STEP, step * FIGURE_STEP_FACTOR)
 
     def set(self, rows: int, context: float, figure: float) -> None:
         self._factors[rows] *= figure / self.at(rows, context)
@@ -113,6 +119,10 @@ class StepCosts:
         self._trend = 0.0  # from -1, all steps are faster than expected, to 1
         self._was_plain: bool | None = None
         self._steps_of_a_kind = FRESH_STEPS  # one behind another, this one included
+        self._scale_then, self._fresh_step = self._scale, FRESH_STEP  # when a kind began
+        # How many fresh ones in a row were slower than expected, or faster (below 0): of the
+        # target, of the draft.
+        self._verify_run = self._draft_run = 0
         for rows in range(1, self._most_rows + 1):
             for width in reversed(range(1, len(self._verify))):
                 self._keep_order(width, rows)
@@ -163,24 +173,31 @@ class StepCosts:
         """
         is_plain = not drafting
         if self._was_plain not in (None, is_plain):
-            self._steps_of_a_kind = 0
+            self._steps_of_a_kind = self._verify_run = self._draft_run = 0
+            change = abs(math.log(self._scale / self._scale_then))
+            self._fresh_step = FRESH_STEP + FRESH_STEP_OF_CHANGE * change
+            self._scale_then = self._scale
         self._was_plain = is_plain
         self._steps_of_a_kind += 1
         self._context = max(0.0, context - self._base_context)
         width = 1 + sum(drafting) / rows
         is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
-        moves, alike = FRESH_MOVES, self._alike
         is_fresh = self._steps_of_a_kind <= FRESH_STEPS
-        if not is_fresh:
+        moves: float
+        step: float | None = self._fresh_step
+        if is_fresh:
+            self._verify_run = _run(self._verify_run, up=is_slower)
+            moves, alike = abs(self._verify_run), self._alike
+        else:
             self._trend += ((1.0 if is_slower else -1.0) - self._trend) / TREND_STEPS
-            moves, alike = max(0.0, 1.0 - 2.0 * abs(self._trend)), _only
+            moves, alike, step = max(0.0, 1.0 - 2.0 * abs(self._trend)), _only, None
         below = int(width)
         part = width - below
         for count in alike(rows):
-            self._verify[below].move(count, moves * (1.0 - part), up=is_slower)
+            self._verify[below].move(count, moves * (1.0 - part), up=is_slower, step=step)
             self._keep_order(below, count)
             if part:
-                self._verify[below + 1].move(count, moves * part, up=is_slower)
+                self._verify[below + 1].move(count, moves * part, up=is_slower, step=step)
                 self._keep_order(below + 1, count)
         if not is_fresh:
             self._scale *= _step(SCALE_STEP, up=is_slower)
@@ -189,10 +206,13 @@ class StepCosts:
             first, *further = drafting
             expected = self.draft_ns(first, 1) + sum(self.draft_ns(n, 2) for n in further)
             is_slower = draft_ns > expected
+            if is_fresh:
+                self._draft_run = _run(self._draft_run, up=is_slower)
+                moves = abs(self._draft_run)
             for count in alike(first):
-                self._first.move(count, moves, up=is_slower)
+                self._first.move(count, moves, up=is_slower, step=step)
             for count in {near for deeper in further for near in alike(deeper)}:
-                self._further.move(count, moves, up=is_slower)
+                self._further.move(count, moves, up=is_slower, step=step)
         move = _step(HOST_STEP, up=host_ns > self._host_ns(rows, width))
         if rows == 1:
             self._host_alone = max(LEAST_HOST_NS, self._host_alone * move)
@@ -225,6 +245,11 @@ class StepCosts:
 
 def _only(rows: int) -> range:
     return range(rows, rows + 1)
+
+
+def _run(run: int, *, up: bool) -> int:
+    """One more step after a run of those above 0, or below."""
+    return max(0, run) + 1 if up else min(0, run) - 1
 
 
 def _step(share: float, *, up: bool) -> float:

@@ -84,8 +84,8 @@ WORTHWHILE_TOKENS, STEPS_WITHOUT_BURST = 8, 16
 # Noting what a step took costs 10 microseconds, and plain decoding has the least of them to spare.
 # Behind drafts and wide forwards plain steps become faster for a while, since the caches of the
 # processor hold more and more of what they read: the first ones say nothing, the others of a trial
-# are all noted.
-NOTE_EVERY_PLAIN_STEPS, SETTLING_PLAIN_STEPS = 4, 4
+# are all noted. Where a model just fits into them, ten steps fall from 0.95 to 0.55 ms.
+NOTE_EVERY_PLAIN_STEPS, SETTLING_PLAIN_STEPS = 4, 9
 
 
 class QueueFull(RequestError):
@@ -571,9 +571,9 @@ class SpeculativeRuntime:
         """Correct the costs by a step. counts: drafts of each row. read_ns: when the logits had
         been read, behind which the host's work begins.
         """
-        self._plain_steps = 0 if any(counts) else self._plain_steps + 1
-        is_early = SETTLING_PLAIN_STEPS <= self._plain_steps <= TRIAL_STEPS
-        if is_early or self._plain_steps % NOTE_EVERY_PLAIN_STEPS == 0:
+        plain_steps = self._plain_steps = 0 if any(counts) else self._plain_steps + 1
+        is_noted = plain_steps <= TRIAL_STEPS or plain_steps % NOTE_EVERY_PLAIN_STEPS == 0
+        if is_noted and not 0 < plain_steps < SETTLING_PLAIN_STEPS:
             host_ns = self._clock() - read_ns
             context = sum([row.cached_tokens for row in rows]) / len(rows)
             costs.note_step(len(rows), _drafting(counts), context, draft_ns, verify_ns, host_ns)

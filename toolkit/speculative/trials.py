@@ -15,7 +15,8 @@ import math
 
 __all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
 
-TRIAL_STEPS = 8
+# The first half of them says nothing: see `runtime`.
+TRIAL_STEPS = 16
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 # The first one of a load comes sooner if it drafts, when a request has drafted so often: all that
 # is known of plain steps may be what was timed before the first request, and the draft has read the
@@ -24,12 +25,16 @@ FIRST_BLOCKS, FIRST_TRIALS = 8, 3
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
 # Of the time, at most, that trials lose, but for the first. It has passed before they begin.
 TRIAL_SHARE = 0.0025
+# Where a plain step takes longer or shorter by so much than at the last trial, the machine is
+# another, and what the two ways take beside each other may be: they may lose more.
+CHANGE_THAT_MATTERS, CHANGED_SHARE = 0.2, 0.005
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
-# which a step gives fewer tokens than that per row.
-LEAST_PROMISE, LEAST_TOKENS = 0.75, 1.3
+# which a step gives fewer tokens than that per row. Drafts that lost a fifth while the weights were
+# in the caches gained a quarter when other programs took those.
+LEAST_PROMISE, LEAST_TOKENS = 0.6, 1.3
 # What a trial may lose, in steps. Drafts of many requests have all their texts to read first.
-MOST_LOST_STEPS = 10.0
+MOST_LOST_STEPS = 24.0
 LEAST_ROWS, MOST_ROWS = 0.5, 1.125  # of those when a trial began; else it ends
 
 
@@ -43,6 +48,7 @@ class Trials:
         self._first = [FIRST_TRIALS] * loads  # that may come sooner
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
+        self._step_ns: list[float | None] = [None] * loads  # of a plain step, at the last trial
         self._left = 0  # steps of the trial
         self._rows = self._joined = 0  # when it began, and since then
 
@@ -71,13 +77,21 @@ class Trials:
         return not self.is_on and self._steps[load] >= self._due[load]
 
     def begin(
-        self, rows: int, promise: float, further_steps: float, *, drafts: bool, blocks: int = 0
+        self,
+        rows: int,
+        promise: float,
+        further_steps: float,
+        *,
+        step_ns: float,
+        drafts: bool,
+        blocks: int = 0,
     ) -> bool:
         """Begin one with the next step, unless that would cost too much, or too much for now.
 
         promise: the expected speed over that of the present way. further_steps: how many steps
-        what has to be read for it, or after it, takes. drafts: whether the present way is with
-        drafts. blocks: the most that a request has drafted since it began to.
+        what has to be read for it, or after it, takes. step_ns: of a plain step. drafts: whether
+        the present way is with drafts. blocks: the most that a request has drafted since it began
+        to.
         """
         load = _load(rows)
         if promise < LEAST_PROMISE:
@@ -85,9 +99,14 @@ class Trials:
         lost = TRIAL_STEPS * max(0.0, 1.0 / promise - 1.0) + further_steps
         if lost > MOST_LOST_STEPS:
             return self._put_off(load)
-        is_settled = drafts == self._drafts[load]
+        then_ns = self._step_ns[load]
+        has_changed = then_ns is not None and abs(step_ns - then_ns) > CHANGE_THAT_MATTERS * step_ns
+        is_settled = drafts == self._drafts[load] and not has_changed
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
-        interval = backoff * max(LEAST_INTERVAL, round(lost / TRIAL_SHARE))
+        share = CHANGED_SHARE if has_changed else TRIAL_SHARE
+        interval = backoff * max(LEAST_INTERVAL, round(lost / share))
+        if drafts and self._drafts[load] is False:  # they began on what one trial showed, or none
+            interval = min(interval, LEAST_INTERVAL)
         may_come_sooner = drafts and self._first[load] > 0
         if may_come_sooner:
             interval = min(interval, self._steps[load] + max(0, FIRST_BLOCKS - blocks))
@@ -96,6 +115,7 @@ class Trials:
         if may_come_sooner:
             self._first[load] -= 1
         self._backoff[load], self._drafts[load] = backoff, drafts
+        self._step_ns[load] = step_ns
         self._steps[load], self._due[load] = 0, LEAST_INTERVAL
         self._left, self._rows, self._joined = TRIAL_STEPS, rows, 0
         return True
