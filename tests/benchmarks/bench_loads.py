@@ -25,6 +25,7 @@ default. `--set speculation.adaptive.enabled=false` lets every request draft as 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -166,59 +167,54 @@ def measure_round(
     config: DeploymentConfig, asked: argparse.Namespace, turn: int
 ) -> dict[int, Load]:
     """By visit, with runtimes and a server of its own."""
-    gc.unfreeze()
-    in_process = prepare(config, asked)
     assert config.validation is not None
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
     loads = {load: Load() for load in asked.loads}
-    with TritonServer(ROOT / "triton_repo" / config.name, config.triton) as server:
+    with contextlib.ExitStack() as stack:
+        runtimes = [
+            stack.enter_context(contextlib.closing(runtime_of(config, asked.requests)))
+            for _ in ARMS
+        ]
+        repository = ROOT / "triton_repo" / config.name
+        server = stack.enter_context(TritonServer(repository, config.triton))
+        here = functools.partial(in_process, runtimes, asked)
+        there = functools.partial(served, server.grpc_url, asked)
         most = max(asked.loads)
         for visit in visits_of(most, most, 0, lines) * len(ARMS):
-            in_process(Measured(), visit)
-            served(Measured(), visit, server.grpc_url, asked)
+            here(Measured(), visit)
+            there(Measured(), visit)
         gc.collect()
         gc.freeze()  # `bench` collects garbage, which should not empty the caches each time
+        stack.callback(gc.unfreeze)
         for load, found in loads.items():
             for visit in visits_of(load, asked.requests, turn, lines):
-                ways = [
-                    functools.partial(in_process, found.in_process, visit),
-                    functools.partial(served, found.served, visit, server.grpc_url, asked),
-                ]
-                for way in ways if visit.number % 2 == 0 else reversed(ways):
-                    way()
+                ways = [(here, found.in_process), (there, found.served)]
+                for way, measured in ways if visit.number % 2 == 0 else reversed(ways):
+                    way(measured, visit)
     return loads
 
 
-def prepare(
-    config: DeploymentConfig, asked: argparse.Namespace
-) -> Callable[[Measured, Visit], None]:
-    """What adds a visit in this process.
+def in_process(
+    runtimes: Sequence[SpeculativeRuntime], asked: argparse.Namespace, found: Measured, visit: Visit
+) -> None:
+    """Add a visit in this process.
 
-    Of two runtimes that are alike one may be faster, by where its memory lies. So each takes either
-    arm in every other visit.
+    runtimes: two that are alike, of which one may be faster, by where its memory lies. So each
+    takes either arm in every other visit. The first one always goes first. Lengths are drawn as the
+    served requests' are.
     """
-    runtimes = [runtime_of(config, asked.requests) for _ in ARMS]
-    codec = runtimes[0].codec
-
-    def loops(visit: Visit) -> dict[str, ClosedLoop]:
-        """The first runtime always goes first. Lengths are drawn as the served requests' are."""
-        draw = random.Random(FIRST_SEED + visit.number)
-        lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in visit.lines]
-        prompts = [codec.encode(json.loads(line)["prompt"]) for line in visit.lines]
-        return {
-            arm: ClosedLoop(runtime, prompts, visit.load, lengths, 0 if arm == "plain" else None)
-            for arm, runtime in zip(
-                ARMS if visit.number % 2 == 0 else ARMS[::-1], runtimes, strict=True
-            )
-        }
-
-    def add(found: Measured, visit: Visit) -> None:
-        arms = loops(visit)
-        for arm, rate in rates_in_turns(arms).items():
-            found.rates[arm].append(rate)
-        found.acceptance_length.append(arms["speculative"].acceptance_length)
-
-    return add
+    draw = random.Random(FIRST_SEED + visit.number)
+    lengths = [draw.randint(asked.max_tokens_from, asked.max_tokens) for _ in visit.lines]
+    prompts = [runtimes[0].codec.encode(json.loads(line)["prompt"]) for line in visit.lines]
+    arms = {
+        arm: ClosedLoop(runtime, prompts, visit.load, lengths, 0 if arm == "plain" else None)
+        for arm, runtime in zip(
+            ARMS if visit.number % 2 == 0 else ARMS[::-1], runtimes, strict=True
+        )
+    }
+    for arm, rate in rates_in_turns(arms).items():
+        found.rates[arm].append(rate)
+    found.acceptance_length.append(arms["speculative"].acceptance_length)
 
 
 def runtime_of(config: DeploymentConfig, max_queue_size: int) -> SpeculativeRuntime:
@@ -300,7 +296,7 @@ class ClosedLoop:
         self.verify_steps += outcome.stats.verify_steps
 
 
-def served(found: Measured, visit: Visit, url: str, asked: argparse.Namespace) -> None:
+def served(url: str, asked: argparse.Namespace, found: Measured, visit: Visit) -> None:
     """Add a visit, in two rounds, so that each arm goes first once."""
     rounds = len(ARMS)
     with tempfile.TemporaryDirectory(prefix="toolkit-loads-") as folder:

@@ -172,7 +172,7 @@ def test_steps_behind_those_of_the_other_kind_correct_their_figures_and_not_the_
     assert costs._scale == scale
     # With what lies near, and was interpolated from it.
     for rows in (3, 4):
-        assert costs._verify_ns(rows, 1) == pytest.approx(1000, rel=0.05)
+        assert costs._verify_ns(rows, 1) == pytest.approx(2000 / scale, rel=0.02)
     assert costs._verify_ns(2, 1) == pytest.approx(1300, rel=0.01)
     before = costs._verify_ns(4, 1)
     for _ in range(100):

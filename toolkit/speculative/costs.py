@@ -34,9 +34,8 @@ PROBE_STEP = 0.15  # probes are rare, and one that reads a prompt takes longer
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.001, 0.99
-# In so many steps behind one of the other kind it moves by this share, once more for each further
-# one in a row that was slower than expected, or faster; and with it those of about as many rows,
-# which were interpolated between the same ones.
+# In so many steps behind one of the other kind it moves by this share times what _Run says, and so
+# do those of about as many rows, which were interpolated between the same ones.
 FRESH_STEPS, FRESH_STEP, FRESH_ROWS = 8, 0.002, 2**0.5
 # The more the machine has changed since one kind followed the other last, the less is known of what
 # they take beside each other: so much more, for a scale that is e times as large, or as small.
@@ -85,6 +84,23 @@ class _Line:
         self._factors[rows] *= figure / self.at(rows, context)
 
 
+@dataclass(slots=True)
+class _Run:
+    """Fresh steps in a row that were slower than expected, or faster (below 0), and how often one
+    ended: from there on the truth lies between, and the steps become smaller.
+    """
+
+    steps: int = 0
+    turns: int = 0
+
+    def moves(self, *, up: bool) -> float:
+        """By how many shares the next step of the run moves its figures."""
+        if (self.steps < 0) if up else (self.steps > 0):
+            self.steps, self.turns = 0, self.turns + 1
+        self.steps += 1 if up else -1
+        return abs(self.steps) / (1 + self.turns)
+
+
 class StepCosts:
     """figures: with `context` tokens in each slot, or fewer. probe: nanoseconds of a probe of one
     row. reading: of a token that the draft reads among many. growth: what each further token in
@@ -119,10 +135,9 @@ class StepCosts:
         self._trend = 0.0  # from -1, all steps are faster than expected, to 1
         self._was_plain: bool | None = None
         self._steps_of_a_kind = FRESH_STEPS  # one behind another, this one included
-        self._scale_then, self._fresh_step = self._scale, FRESH_STEP  # when a kind began
-        # How many fresh ones in a row were slower than expected, or faster (below 0): of the
-        # target, of the draft.
-        self._verify_run = self._draft_run = 0
+        # When the kind began: the scale, by how much fresh steps move figures, and their runs.
+        self._scale_then, self._fresh_step = self._scale, FRESH_STEP
+        self._verify_run, self._draft_run = _Run(), _Run()
         for rows in range(1, self._most_rows + 1):
             for width in reversed(range(1, len(self._verify))):
                 self._keep_order(width, rows)
@@ -173,7 +188,8 @@ class StepCosts:
         """
         is_plain = not drafting
         if self._was_plain not in (None, is_plain):
-            self._steps_of_a_kind = self._verify_run = self._draft_run = 0
+            self._steps_of_a_kind = 0
+            self._verify_run, self._draft_run = _Run(), _Run()
             change = abs(math.log(self._scale / self._scale_then))
             self._fresh_step = FRESH_STEP + FRESH_STEP_OF_CHANGE * change
             self._scale_then = self._scale
@@ -183,11 +199,9 @@ class StepCosts:
         width = 1 + sum(drafting) / rows
         is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
         is_fresh = self._steps_of_a_kind <= FRESH_STEPS
-        moves: float
         step: float | None = self._fresh_step
         if is_fresh:
-            self._verify_run = _run(self._verify_run, up=is_slower)
-            moves, alike = abs(self._verify_run), self._alike
+            moves, alike = self._verify_run.moves(up=is_slower), self._alike
         else:
             self._trend += ((1.0 if is_slower else -1.0) - self._trend) / TREND_STEPS
             moves, alike, step = max(0.0, 1.0 - 2.0 * abs(self._trend)), _only, None
@@ -207,8 +221,7 @@ class StepCosts:
             expected = self.draft_ns(first, 1) + sum(self.draft_ns(n, 2) for n in further)
             is_slower = draft_ns > expected
             if is_fresh:
-                self._draft_run = _run(self._draft_run, up=is_slower)
-                moves = abs(self._draft_run)
+                moves = self._draft_run.moves(up=is_slower)
             for count in alike(first):
                 self._first.move(count, moves, up=is_slower, step=step)
             for count in {near for deeper in further for near in alike(deeper)}:
@@ -245,11 +258,6 @@ class StepCosts:
 
 def _only(rows: int) -> range:
     return range(rows, rows + 1)
-
-
-def _run(run: int, *, up: bool) -> int:
-    """One more step after a run of those above 0, or below."""
-    return max(0, run) + 1 if up else min(0, run) - 1
 
 
 def _step(share: float, *, up: bool) -> float:

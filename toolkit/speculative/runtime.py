@@ -82,11 +82,11 @@ IDLE_S = 0.1
 # steps are so: behind a burst of fewer tokens than the first number, so many steps have none.
 WORTHWHILE_TOKENS, STEPS_WITHOUT_BURST = 8, 16
 # Noting what a step took costs 20 microseconds, and plain decoding has the least of them to spare:
-# of every fourth step it took 0.8 % of the quickstart's time at 4 requests.
-# Behind drafts and wide forwards plain steps become faster for a while, since the caches of the
-# processor hold more and more of what they read: the first ones say nothing, the others of a trial
-# are all noted. Where a model just fits into them, ten steps fall from 0.95 to 0.55 ms.
-NOTE_EVERY_PLAIN_STEPS, SETTLING_PLAIN_STEPS = 16, 9
+# for every fourth step it took 0.8 % of the quickstart's time at 4 requests. Behind drafts and wide
+# forwards plain steps become faster for a while, since the caches of the processor hold more and
+# more of what they read: the first ones say nothing, the others of a trial are all noted. Where a
+# model just fits into them, ten steps fall from 0.95 to 0.55 ms.
+NOTE_EVERY_PLAIN_STEPS, SETTLING_PLAIN_STEPS = 16, TRIAL_STEPS // 2 + 1
 
 
 class QueueFull(RequestError):

@@ -15,7 +15,7 @@ import math
 
 __all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
 
-# The first half of them says nothing: see `runtime`.
+# Of plain ones the first half says nothing: see `runtime`.
 TRIAL_STEPS = 16
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 # The first one of a load comes sooner if it drafts, when a request has drafted so often: all that
@@ -23,7 +23,8 @@ LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 # texts. If requests come or leave meanwhile, so many are made.
 FIRST_BLOCKS, FIRST_TRIALS = 8, 3
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
-# Of the time, at most, that trials lose, but for the first. It has passed before they begin.
+# Of the time, at most, that trials lose, but for the first, and the first behind drafts that began.
+# It has passed before they begin.
 TRIAL_SHARE = 0.0025
 # Where a plain step takes longer or shorter by so much than at the last trial, the machine is
 # another, and what the two ways take beside each other may be: they may lose more.
