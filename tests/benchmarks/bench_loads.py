@@ -7,11 +7,13 @@ speed of a machine wavers within seconds, so both ways take turns, too, by the b
 which `toolkit bench` changes arms. One start of a server differs from the next by several percent,
 and so does one runtime from another, so each round starts both anew, and the intervals are over
 rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
-begin and end together, so that their prompts are read together, which no traffic does. Prefixes are
-not reused: how much a KV cache holds of an arm's prompts depends on which arm went before it. Good:
-speculative / plain >= 1 and served / in process >= 0.85 at each load. The acceptance length, the
-mean of the visits, tells whether drafts were in use: 1.00 where none is accepted. With
-configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
+begin and end together, so that their prompts are read together, which no traffic does. Visits of
+every load come first that are not counted, in which both ways learn what its steps cost: servers
+run for longer than that takes. Prefixes are not reused: how much a KV cache holds of an arm's
+prompts depends on which arm went before it. Good: speculative / plain >= 1 and served / in process
+>= 0.85 at each load. The acceptance length, the mean of the visits, tells whether drafts were in
+use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as well it is the table
+against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
         [--loads 1 4 16 64] [--requests 128] [--rounds 8] [--max-tokens-from 32] [--max-tokens 96]
@@ -28,6 +30,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import random
 import subprocess
@@ -170,6 +173,7 @@ def measure_round(
     assert config.validation is not None
     lines = config.validation.prompts.read_text(encoding="utf-8").splitlines()
     loads = {load: Load() for load in asked.loads}
+    visits = {load: visits_of(load, asked.requests, turn, lines) for load in loads}
     with contextlib.ExitStack() as stack:
         runtimes = [
             stack.enter_context(contextlib.closing(runtime_of(config, asked.requests)))
@@ -179,15 +183,14 @@ def measure_round(
         server = stack.enter_context(TritonServer(repository, config.triton))
         here = functools.partial(in_process, runtimes, asked)
         there = functools.partial(served, server.grpc_url, asked)
-        most = max(asked.loads)
-        for visit in visits_of(most, most, 0, lines) * len(ARMS):
+        for visit in itertools.chain(*(of_load[: len(ARMS)] for of_load in visits.values())):
             here(Measured(), visit)
             there(Measured(), visit)
         gc.collect()
         gc.freeze()  # `bench` collects garbage, which should not empty the caches each time
         stack.callback(gc.unfreeze)
         for load, found in loads.items():
-            for visit in visits_of(load, asked.requests, turn, lines):
+            for visit in visits[load]:
                 ways = [(here, found.in_process), (there, found.served)]
                 for way, measured in ways if visit.number % 2 == 0 else reversed(ways):
                     way(measured, visit)

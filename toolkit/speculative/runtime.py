@@ -558,26 +558,12 @@ class SpeculativeRuntime:
         # A forward that read prompts, too, says nothing about the cost of a step, nor does a draft
         # that failed.
         if self._costs is not None and not chunks and not has_failed:
-            self._note_step(self._costs, rows, counts, drafted - start, read_ns - drafted, read_ns)
-
-    def _note_step(
-        self,
-        costs: StepCosts,
-        rows: list[Sequence],
-        counts: list[int],
-        draft_ns: int,
-        verify_ns: int,
-        read_ns: int,
-    ) -> None:
-        """Correct the costs by a step. counts: drafts of each row. read_ns: when the logits had
-        been read, behind which the host's work begins.
-        """
-        plain_steps = self._plain_steps = 0 if any(counts) else self._plain_steps + 1
-        is_noted = plain_steps <= TRIAL_STEPS or plain_steps % NOTE_EVERY_PLAIN_STEPS == 0
-        if is_noted and not 0 < plain_steps < SETTLING_PLAIN_STEPS:
-            host_ns = self._clock() - read_ns
-            context = sum([row.cached_tokens for row in rows]) / len(rows)
-            costs.note_step(len(rows), _drafting(counts), context, draft_ns, verify_ns, host_ns)
+            plain_steps = self._plain_steps = 0 if any(counts) else self._plain_steps + 1
+            is_of_trial = SETTLING_PLAIN_STEPS <= plain_steps <= TRIAL_STEPS
+            if is_of_trial or plain_steps % NOTE_EVERY_PLAIN_STEPS == 0:
+                times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
+                context = sum([row.cached_tokens for row in rows]) / len(rows)
+                self._costs.note_step(len(rows), _drafting(counts), context, *times)
 
     def _propose(self, drafter: Drafter, rows: list[Sequence]) -> bool:
         """Draft for these rows. Returns whether it went well; if not, rows go on plainly."""
