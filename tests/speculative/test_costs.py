@@ -181,6 +181,25 @@ def test_steps_behind_those_of_the_other_kind_correct_their_figures_and_not_the_
     assert costs._scale == pytest.approx(2 * scale, rel=0.05)
 
 
+@pytest.mark.parametrize("off", [0.7, 1.4])
+def test_a_load_whose_figures_are_off_changes_none_of_another_load(off: float) -> None:
+    """Many rows decode plainly, and then one drafts, again and again."""
+    plain = [0.0] + [1000.0 + 300.0 * row for row in range(64)]
+    wide = [2.0 * figure for figure in plain]
+    figures = Figures([[0.0] * 65, plain, plain, wide, wide], *[[0.0] + [100.0] * 64] * 2)
+    costs = StepCosts(figures, 50.0)
+
+    def of_drafts() -> float:
+        return costs._verify_ns(1, 4) / costs._verify_ns(1, 1)
+
+    for _ in range(40):
+        for _ in range(100):
+            costs.note_step(64, [], 0, 0, int(off * plain[64]), 1000)
+        for _ in range(20):
+            costs.note_step(1, [1, 1, 1], 0, 300, 2000, 1000)
+        assert of_drafts() == pytest.approx(2.0, rel=0.06)
+
+
 def test_what_the_draft_reads_behind_plain_steps_is_no_draft() -> None:
     costs = flat_costs()
     costs.note_step(1, [], 64, 0, 1000, 60_000)

@@ -10,7 +10,8 @@ figures in use would take a part of every change, and look dear or cheap beside 
 
 But what plain steps and those with drafts take beside each other, which decides, shows only where
 one kind follows the other. There the machine is as fast as the steps before said, so the first ones
-of the other kind correct their figures, and not the scale.
+of the other kind correct their figures, and not the scale; unless the load is another, too, since
+then what the steps before said was of other figures.
 
 A figure follows the median of what is measured, not the mean, because a step that is preempted
 takes ten times as long and says nothing: whether a step took longer or shorter than expected moves
@@ -134,7 +135,9 @@ class StepCosts:
         self._scale = 1.0
         self._trend = 0.0  # from -1, all steps are faster than expected, to 1
         self._was_plain: bool | None = None
+        self._rows = 0  # of the last step
         self._steps_of_a_kind = FRESH_STEPS  # one behind another, this one included
+        self._is_same_load = False  # in these, as before them
         # When the kind began: the scale, by how much fresh steps move figures, and their runs.
         self._scale_then, self._fresh_step = self._scale, FRESH_STEP
         self._verify_run, self._draft_run = _Run(), _Run()
@@ -186,24 +189,27 @@ class StepCosts:
         second one, and so on. context: the mean of the tokens in their slots. host_ns: 0 in a
         burst.
         """
-        is_plain = not drafting
+        is_plain, is_same_load = not drafting, rows in self._alike(self._rows)
         if self._was_plain not in (None, is_plain):
-            self._steps_of_a_kind = 0
+            self._steps_of_a_kind, self._is_same_load = 0, True
             self._verify_run, self._draft_run = _Run(), _Run()
             change = abs(math.log(self._scale / self._scale_then))
             self._fresh_step = FRESH_STEP + FRESH_STEP_OF_CHANGE * change
             self._scale_then = self._scale
-        self._was_plain = is_plain
+        self._was_plain, self._rows = is_plain, rows
         self._steps_of_a_kind += 1
+        self._is_same_load &= is_same_load
         self._context = max(0.0, context - self._base_context)
         width = 1 + sum(drafting) / rows
         is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
-        is_fresh = self._steps_of_a_kind <= FRESH_STEPS
+        is_fresh = self._is_same_load and self._steps_of_a_kind <= FRESH_STEPS
         step: float | None = self._fresh_step
         if is_fresh:
             moves, alike = self._verify_run.moves(up=is_slower), self._alike
         else:
-            self._trend += ((1.0 if is_slower else -1.0) - self._trend) / TREND_STEPS
+            # At another load figures may be off alike, which is as if the machine had changed.
+            share = 1.0 / TREND_STEPS if is_same_load else 1.0
+            self._trend += share * ((1.0 if is_slower else -1.0) - self._trend)
             moves, alike, step = max(0.0, 1.0 - 2.0 * abs(self._trend)), _only, None
         below = int(width)
         part = width - below
