@@ -10,10 +10,11 @@ rounds. Requests have 32 to 96 output tokens: where all have the same number, th
 begin and end together, so that their prompts are read together, which no traffic does. Visits of
 every load come first that are not counted, in which both ways learn what its steps cost: servers
 run for longer than that takes. Prefixes are not reused: how much a KV cache holds of an arm's
-prompts depends on which arm went before it. Good: speculative / plain >= 1 and served / in process
->= 0.85 at each load. The acceptance length, the mean of the visits, tells whether drafts were in
-use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as well it is the table
-against vLLM.
+prompts depends on which arm went before it. Runtimes change arms from visit to visit, and at high
+loads a round has one, so the rounds should be even in number. Good: speculative / plain >= 1 and
+served / in process >= 0.85 at each load. The acceptance length, the mean of the visits, tells
+whether drafts were in use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as
+well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
         [--loads 1 4 16 64] [--requests 128] [--rounds 8] [--max-tokens-from 32] [--max-tokens 96]

@@ -11,7 +11,7 @@ from toolkit.triton.process.server import TritonServer
 
 # Greedily, the tiny target goes on to the last token; sampled, its first token may end the text.
 LASTING = "another's"
-LONG = {"max_tokens": 600, "num_draft_tokens": 0}
+LONG = {"max_tokens": 600, "temperature": 0.0, "num_draft_tokens": 0}
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])
