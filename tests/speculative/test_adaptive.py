@@ -22,6 +22,7 @@ from toolkit.speculative.adaptive import (
     DOUBTFUL_MISSES,
     GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
+    JOINING_STEPS,
     MOST_CONFIRMATIONS,
     PERFECT_ACCEPTANCE,
     PRIOR_REQUESTS,
@@ -32,8 +33,7 @@ from toolkit.speculative.adaptive import (
     Controller,
 )
 from toolkit.speculative.costs import Figures, StepCosts
-from toolkit.speculative.runtime import SETTLING_PLAIN_STEPS
-from toolkit.speculative.trials import FIRST_BLOCKS, Trials
+from toolkit.speculative.trials import FIRST_BLOCKS, PLAIN_TRIAL_STEPS, SETTLING_STEPS, Trials
 
 LONGEST = 5
 OUTPUT_TOKENS = 192
@@ -602,12 +602,66 @@ def test_a_batch_that_decodes_plainly_tries_drafts_that_might_pay() -> None:
     assert [state.draft_len for state in states] == [0, 0, 0, 0]
 
 
-def test_a_trial_ends_when_half_of_its_requests_have_been_replaced() -> None:
+def test_a_trial_of_drafts_ends_when_half_of_its_requests_have_been_replaced() -> None:
     decider = controller(NEAR, trials=Trials(4))
-    states = [Adaptation(rate, 1000.0) for rate in (800.0, 700.0)]
+    states = [Adaptation(500.0, 1000.0) for _ in range(4)]
     in_a_trial(decider, states)
-    decider.join(decider.begin(), 2)
-    assert not decider.keeps(2)
+    for ends in (False, True):
+        decider.join(decider.begin(), 4)
+        assert decider.keeps(4) is not ends
+
+
+def test_a_trial_of_plain_steps_goes_on_with_other_requests() -> None:
+    decider = controller(NEAR, trials=Trials(4))
+    states = [Adaptation(rate, 1000.0) for rate in (800.0, 700.0, 750.0)]
+    in_a_trial(decider, states)
+    for _ in range(PLAIN_TRIAL_STEPS - 2):  # in_a_trial takes one
+        decider.join(decider.begin(), 3)
+        assert decider.keeps(3) and decider.is_trying
+    assert not decider.keeps(3)
+
+
+def resting(rows: int) -> Controller:
+    """Of a batch at whose load no draft pays, which has been so for a while."""
+    decider = only_alone()
+    states = [decider.begin() for _ in range(rows)]
+    for _ in range(2 * DECIDE_EVERY_IDLE_STEPS):
+        if not decider.rests(rows) and not decider.keeps(rows):
+            decider.choose(states)
+    while decider.rests(rows) or decider.keeps(rows):
+        pass
+    decider.choose(states)
+    assert decider.keeps(rows)
+    return decider
+
+
+def test_a_batch_at_whose_load_no_draft_pays_rests_while_requests_come_and_go() -> None:
+    decider = resting(32)
+    for step in range(DECIDE_EVERY_IDLE_STEPS - 2):
+        if step % (AWAIT_STEPS_PLAIN + 1):  # some leave, and before long others join
+            assert decider.rests(20)
+        else:
+            joining = decider.begin()
+            decider.join(joining, 35)
+            assert (joining.draft_len, joining.reason) == (0, "load")
+            assert decider.rests(35)
+    assert not decider.rests(32) and not decider.keeps(32)
+
+
+def test_a_resting_batch_is_decided_for_when_it_has_become_smaller() -> None:
+    decider = resting(4)
+    assert all(decider.rests(1) for _ in range(AWAIT_STEPS_PLAIN))
+    assert not decider.rests(1) and not decider.keeps(1)
+    assert chosen(decider, Adaptation(900.0, 1000.0))[0] > 0
+
+
+def test_a_resting_batch_is_decided_for_when_it_has_grown() -> None:
+    decider = resting(32)
+    joining = decider.begin()
+    decider.join(joining, 40)
+    assert not decider.rests(40)
+    asked = [decider.keeps(40) for _ in range(JOINING_STEPS + 1)]
+    assert asked[-1] is False
 
 
 def test_who_joins_where_no_draft_pays_is_no_reason_to_look_for_probes() -> None:
@@ -1002,7 +1056,7 @@ def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
             else:
                 decider.note_plain(state, 1)
         plain_steps = 0 if any(lengths) else plain_steps + 1
-        if not 0 < plain_steps < SETTLING_PLAIN_STEPS:  # as the runtime does
+        if not 0 < plain_steps <= SETTLING_STEPS:  # as the runtime does
             verify_ns = between(before if step < 2000 else after, 1 + sum(lengths) / 4)
             noise = draw.gauss(1.0, 0.05)
             drafted = [sum(length > depth for length in lengths) for depth in range(max(lengths))]

@@ -35,7 +35,7 @@ from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
 from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.runtime import NOTE_EVERY_PLAIN_STEPS, SpeculativeRuntime
-from toolkit.speculative.trials import TRIAL_STEPS
+from toolkit.speculative.trials import PLAIN_TRIAL_STEPS, SETTLING_STEPS
 
 ADAPTIVE = AdaptiveSettings(probe_every_tokens=4)
 PROMPTS = [
@@ -294,14 +294,15 @@ def test_a_request_behind_a_batch_drafts_when_no_others_have_followed_it() -> No
 
 
 def test_of_plain_steps_those_are_noted_in_which_the_caches_have_settled() -> None:
-    """All of the second half of a trial, and later on every sixteenth."""
+    """All of a trial from then on, and later on every sixteenth."""
     costs = still(figures(1e6, 1000.0))
     runtime = adaptive(engine(1), engine(99), costs=costs)
     noted: list[int] = []
     with mock.patch.object(StillCosts, "note_step", lambda *_: noted.append(runtime._plain_steps)):
-        serve(runtime, requests_of(4, 60))
-    settled = [*range(TRIAL_STEPS // 2 + 1, TRIAL_STEPS + 1)]
-    assert noted == [*settled, *range(2 * TRIAL_STEPS, 60, NOTE_EVERY_PLAIN_STEPS)]
+        serve(runtime, requests_of(4, 100))
+    settled = [*range(SETTLING_STEPS + 1, PLAIN_TRIAL_STEPS + 1)]
+    later = range(PLAIN_TRIAL_STEPS + NOTE_EVERY_PLAIN_STEPS, 100, NOTE_EVERY_PLAIN_STEPS)
+    assert noted == [*settled, *later]
 
 
 def test_of_a_finished_request_it_is_known_what_it_wrote_and_what_it_might_have() -> None:

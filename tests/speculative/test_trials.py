@@ -13,12 +13,18 @@ from toolkit.speculative.trials import (
     LEAST_INTERVAL,
     LEAST_PROMISE,
     MOST_LOST_STEPS,
+    PLAIN_TRIAL_STEPS,
+    SETTLING_LOSS,
     TRIAL_SHARE,
     TRIAL_STEPS,
     Trials,
 )
 
 STEP_NS = 600_000.0
+FURTHER = 2.0  # steps
+# Steps that are lost where a trial, with drafts or without, promises 0.8 of the speed.
+LOST_DRAFTING = TRIAL_STEPS * 0.25 + SETTLING_LOSS + FURTHER
+LOST_PLAIN = PLAIN_TRIAL_STEPS * 0.25 + FURTHER
 
 
 def steps_until_due(trials: Trials, rows: int) -> int:
@@ -50,24 +56,22 @@ def steps_until_begun(
 
 def test_a_load_is_tried_so_rarely_that_it_costs_its_share_the_first_time_too() -> None:
     trials = Trials(64)
-    lost = TRIAL_STEPS * 0.25 + 2.0
-    assert steps_until_begun(trials, 64, 0.8, 2.0, drafts=False) == lost / TRIAL_SHARE
+    assert steps_until_begun(trials, 64, 0.8, FURTHER, drafts=False) == LOST_DRAFTING / TRIAL_SHARE
     trials.end()
     assert steps_until_begun(Trials(64), 64, 1.1, drafts=False) == LEAST_INTERVAL
 
 
 def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
     trials = Trials(64)
-    lost = TRIAL_STEPS * 0.25 + 2.0
     for _ in range(100):
         trials.pass_step(64)  # plain ones, behind which plain ones compare nothing
-    assert not trials.begin(64, 0.8, 2.0, step_ns=STEP_NS, drafts=True, blocks=0)
+    assert not trials.begin(64, 0.8, FURTHER, step_ns=STEP_NS, drafts=True, blocks=0)
     assert steps_until_due(trials, 64) == FIRST_BLOCKS
-    assert trials.begin(64, 0.8, 2.0, step_ns=STEP_NS, drafts=True, blocks=FIRST_BLOCKS)
+    assert trials.begin(64, 0.8, FURTHER, step_ns=STEP_NS, drafts=True, blocks=FIRST_BLOCKS)
     while trials.pass_step(64):
         pass
-    begun = steps_until_begun(trials, 64, 0.8, 2.0, drafts=True, blocks=FIRST_BLOCKS)
-    assert begun == 2 * lost / TRIAL_SHARE - TRIAL_STEPS
+    begun = steps_until_begun(trials, 64, 0.8, FURTHER, drafts=True, blocks=FIRST_BLOCKS)
+    assert begun == 2 * LOST_PLAIN / TRIAL_SHARE - PLAIN_TRIAL_STEPS
 
 
 def test_a_first_trial_that_was_cut_off_is_made_again_a_few_times() -> None:
@@ -99,33 +103,53 @@ def test_a_load_that_has_changed_need_not_wait_for_what_its_last_trials_confirme
 
 def test_drafts_that_began_are_tried_against_plain_steps_before_long() -> None:
     trials = Trials(4)
-    steps_until_begun(trials, 4, 0.8, 2.0, drafts=False)
+    steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False)
     trials.end()
-    assert steps_until_begun(trials, 4, 0.8, 2.0, drafts=True) == LEAST_INTERVAL
+    assert steps_until_begun(trials, 4, 0.8, FURTHER, drafts=True) == LEAST_INTERVAL
     trials.end()
-    assert steps_until_begun(trials, 4, 0.8, 2.0, drafts=True) > 10 * LEAST_INTERVAL
+    assert steps_until_begun(trials, 4, 0.8, FURTHER, drafts=True) > 10 * LEAST_INTERVAL
 
 
 @pytest.mark.parametrize("factor", [1 + 2 * CHANGE_THAT_MATTERS, 1 - 2 * CHANGE_THAT_MATTERS])
 def test_on_a_machine_that_has_changed_a_trial_may_come_sooner(factor: float) -> None:
     trials = Trials(4)
-    lost = TRIAL_STEPS * 0.25 + 2.0
     for _ in range(3):
-        steps_until_begun(trials, 4, 0.8, 2.0, drafts=False)
+        steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False)
         trials.end()
-    begun = steps_until_begun(trials, 4, 0.8, 2.0, drafts=False, step_ns=factor * STEP_NS)
-    assert begun == lost / CHANGED_SHARE
+    begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False, step_ns=factor * STEP_NS)
+    assert begun == LOST_DRAFTING / CHANGED_SHARE
 
 
-def test_a_trial_ends_when_half_of_its_requests_are_new() -> None:
+def test_a_machine_that_changes_between_two_speeds_is_another_once_for_each() -> None:
+    trials, intervals = Trials(4), []
+    for factor in (1.0, 2.0, 1.0, 2.0, 1.5, 1.0, 4.0):
+        step_ns = factor * STEP_NS
+        begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False, step_ns=step_ns)
+        intervals.append(round(begun * TRIAL_SHARE / LOST_DRAFTING, 1))
+    assert intervals == [1.0, 0.5, 2.0, 4.0, 8.0, 16.0, 0.5]
+
+
+def test_what_is_found_anew_is_confirmed_at_each_speed_of_the_machine() -> None:
     trials = Trials(4)
-    steps_until_begun(trials, 4, 1.0, drafts=False)
+    for drafts, factor in ((False, 1.0), (False, 2.0), (True, 1.0)):
+        step_ns = factor * STEP_NS
+        steps_until_begun(trials, 4, 0.8, FURTHER, drafts=drafts, step_ns=step_ns)
+        trials.end()
+    begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=True, step_ns=2.0 * STEP_NS)
+    assert begun == round(LOST_PLAIN / CHANGED_SHARE)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_trial_of_drafts_ends_when_half_of_its_requests_are_new(drafts: bool) -> None:
+    """One of plain steps goes on: those that join are decoded plainly, too. drafts: usually."""
+    trials = Trials(4)
+    steps_until_begun(trials, 4, 1.0, drafts=drafts)
     assert trials.pass_step(4)
     trials.join()
     assert trials.pass_step(4)
     trials.join()
     assert trials.is_on  # in this step
-    assert not trials.pass_step(4)
+    assert trials.pass_step(4) is drafts
 
 
 def test_loads_are_told_apart_by_powers_of_two() -> None:
@@ -139,9 +163,9 @@ def test_a_trial_takes_its_steps_and_ends_at_once_at_another_load() -> None:
     trials = Trials(64)
     steps_until_begun(trials, 16, 1.0, drafts=True)
     # The first of its steps is the one that it was begun in.
-    assert [trials.pass_step(rows) for rows in (16, 12, *[18] * (TRIAL_STEPS - 3))] == [True] * (
-        TRIAL_STEPS - 1
-    )
+    assert [trials.pass_step(rows) for rows in (16, 12, *[18] * (PLAIN_TRIAL_STEPS - 3))] == [
+        True
+    ] * (PLAIN_TRIAL_STEPS - 1)
     assert not trials.pass_step(16)
     for rows in (19, 7):
         steps_until_begun(trials, 16, 1.0, drafts=True)

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.speculative.trials import LEAST_TOKENS, TRIAL_STEPS, Trials
+from toolkit.speculative.trials import LEAST_TOKENS, PLAIN_TRIAL_STEPS, Trials
 from toolkit.words import DraftLenReason
 
 __all__ = ["PROBED_ROWS", "PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Costs"]
@@ -54,8 +54,9 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # gain more, since nothing is learned then, and it takes a while until they come back.
 SWITCH_GAIN, END_GAIN = 0.015, 0.02
 # Of the speed of a batch, that drafts have to promise before it begins to draft, beside the time in
-# which the draft reads the prompts. What drafts cost is known to a few percent.
-BATCH_GAIN, MOST_READING = 0.03, 0.9
+# which the draft reads the prompts. What drafts gain is known to about as much, and what begins in
+# vain has read the texts in vain.
+BATCH_GAIN, MOST_READING = 0.05, 0.9
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 256
@@ -202,10 +203,12 @@ class Controller:
     _steps_since_more: int = 0  # rows than in the step before
     _last_rows: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
-    # Steps with the same rows in which nothing can be due, and those of them that were taken, which
-    # no other count has yet.
+    # Steps in which nothing can be due, and those of them that were taken, which no other count has
+    # yet; of how many rows, and for how many steps in a row they may be fewer.
     _rest: int = 0
     _rested: int = 0
+    _rest_rows: tuple[int, int] = (0, 0)
+    _rest_awaits: int = 0
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most.
     _saved_ns: float = math.inf
@@ -290,6 +293,11 @@ class Controller:
         """Let `keeps` say no for the next step, unless rows that decode plainly await others."""
         self._wake()
         self._is_overdue = True
+
+    @property
+    def _is_loaded(self) -> bool:
+        """Whether the last decision was that at this load not even perfect drafts would pay."""
+        return not self._deepest and self._why_not == "load"
 
     @property
     def is_trying(self) -> bool:
@@ -381,9 +389,17 @@ class Controller:
     def rests(self, rows: int) -> bool:
         """Whether nothing can be due in the next step, of so many rows. If so, it is counted. True
         of most steps: what this looks at is little, since a forward has just filled the caches with
-        something else.
+        something else. Where no drafts would pay at a load, requests that come and go change
+        nothing, while they are about as many.
         """
-        if self._rested == self._rest or rows != self._last_rows:
+        least, most = self._rest_rows
+        if self._rested == self._rest or rows > most:
+            return False
+        if rows >= least:
+            self._steps_at_lower_load = 0
+        elif self._steps_at_lower_load < self._rest_awaits:
+            self._steps_at_lower_load += 1
+        else:
             return False
         self._rested += 1
         return True
@@ -427,6 +443,9 @@ class Controller:
             until_paid = math.ceil(self._lacking_ns() / self._income_ns)
             until_probe = max(self._steps_until_probe, until_paid)
             self._rest = max(0, min(self._steps_until_decision, until_probe) - 1)
+            slack = int(ROWS_THAT_MATTER * rows) if self._is_loaded else 0
+            self._rest_rows = rows - slack, rows + slack
+            self._rest_awaits = AWAIT_STEPS_PLAIN if self._is_loaded else 0
         return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:
@@ -486,6 +505,9 @@ class Controller:
         """Give a request that joins a running batch the drafts that the last decision would have
         taken, or none if the batch grows. The next one is for all. rows: with this one.
         """
+        if self._is_loaded and self._rested < self._rest and rows <= self._rest_rows[1]:
+            state.draft_len, state.reason = 0, self._why_not  # and the batch rests on
+            return
         self._wake()
         state.chance = state.acceptance
         length, worth = 0, self.trust * state.chance
@@ -585,7 +607,7 @@ class Controller:
             default=(0.0, 0),
         )
         # What the draft reads before it, or after it.
-        unread = sum(state.unread_tokens for state in states) if other else rows * TRIAL_STEPS
+        unread = sum(state.unread_tokens for state in states) if other else rows * PLAIN_TRIAL_STEPS
         reading_ns = self.costs.read_ns(unread)
         promise = speed / self._speed(alphas, usual, ())
         step_ns = self.costs.step_ns(rows, 1.0)

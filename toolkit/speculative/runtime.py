@@ -68,7 +68,7 @@ from toolkit.speculative.sampling import (
 from toolkit.speculative.slots import Slot, choose_place
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
-from toolkit.speculative.trials import TRIAL_STEPS, Trials
+from toolkit.speculative.trials import PLAIN_TRIAL_STEPS, SETTLING_STEPS, Trials
 from toolkit.words import AcceptanceChoice, DraftLenReason, FinishReason, RuntimeRule
 
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
@@ -82,11 +82,9 @@ IDLE_S = 0.1
 # steps are so: behind a burst of fewer tokens than the first number, so many steps have none.
 WORTHWHILE_TOKENS, STEPS_WITHOUT_BURST = 8, 16
 # Noting what a step took costs 20 microseconds, and plain decoding has the least of them to spare:
-# for every fourth step it took 0.8 % of the quickstart's time at 4 requests. Behind drafts and wide
-# forwards plain steps become faster for a while, since the caches of the processor hold more and
-# more of what they read: the first ones say nothing, the others of a trial are all noted. Where a
-# model just fits into them, ten steps fall from 0.95 to 0.55 ms.
-NOTE_EVERY_PLAIN_STEPS, SETTLING_PLAIN_STEPS = 16, TRIAL_STEPS // 2 + 1
+# for every fourth step it took 0.8 % of the quickstart's time at 4 requests. Those of a trial that
+# have settled are all noted.
+NOTE_EVERY_PLAIN_STEPS = 16
 
 
 class QueueFull(RequestError):
@@ -528,7 +526,14 @@ class SpeculativeRuntime:
         """
         start, has_failed = self._clock(), False
         if self._drafter is not None:
-            speculating = [row for row in rows if row.speculates and row.draft_room() > 0]
+            # Most rows of a batch that decodes plainly are told without a call.
+            speculating = [
+                row
+                for row in rows
+                if (row.adaptation is None or row.adaptation.draft_len != 0)
+                and row.speculates
+                and row.draft_room() > 0
+            ]
             if speculating:
                 has_failed = not self._propose(self._drafter, speculating)
         drafted = self._clock()
@@ -559,8 +564,10 @@ class SpeculativeRuntime:
         # that failed.
         if self._costs is not None and not chunks and not has_failed:
             plain_steps = self._plain_steps = 0 if any(counts) else self._plain_steps + 1
-            is_of_trial = SETTLING_PLAIN_STEPS <= plain_steps <= TRIAL_STEPS
-            if is_of_trial or plain_steps % NOTE_EVERY_PLAIN_STEPS == 0:
+            is_of_trial = plain_steps <= PLAIN_TRIAL_STEPS
+            if _has_settled(plain_steps) and (
+                is_of_trial or plain_steps % NOTE_EVERY_PLAIN_STEPS == 0
+            ):
                 times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
                 context = sum([row.cached_tokens for row in rows]) / len(rows)
                 self._costs.note_step(len(rows), _drafting(counts), context, *times)
@@ -724,7 +731,7 @@ class SpeculativeRuntime:
             row.noted_tokens = len(row.ids)
             row.target_chances.clear()
         self._plain_steps = 0 if count else self._plain_steps + 1
-        if not 0 < self._plain_steps < SETTLING_PLAIN_STEPS:
+        if _has_settled(self._plain_steps):
             times = (step.draft_ns, step.verify_ns, 0)
             self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
         if row.finish_reason is None and not controller.keeps(1):
@@ -944,6 +951,13 @@ def bursts_of(target: StepEngine, drafter: Drafter | None, max_draft_len: int) -
 def _copying(engine: StepEngine) -> CopyingEngine:
     assert isinstance(engine, CopyingEngine)
     return engine
+
+
+def _has_settled(plain_steps: int) -> bool:
+    """Whether what a step takes says something. plain_steps: it and those before it, since the last
+    with drafts.
+    """
+    return plain_steps == 0 or plain_steps > SETTLING_STEPS
 
 
 def _drafting(counts: list[int]) -> list[int]:

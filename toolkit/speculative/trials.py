@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["LEAST_TOKENS", "TRIAL_STEPS", "Trials"]
+__all__ = ["LEAST_TOKENS", "PLAIN_TRIAL_STEPS", "SETTLING_STEPS", "TRIAL_STEPS", "Trials"]
 
-# Of plain ones the first half says nothing: see `runtime`.
-TRIAL_STEPS = 16
+# With drafts, and plain ones. Behind drafts and wide forwards plain steps become faster for a
+# while, as the caches of the processor hold more and more of what they read: the first ones say
+# nothing. Where a model just fits into them, the first step of 4 requests takes 1.4 times what
+# later ones do, the tenth 1.1 times, and the twentieth 1.04 times (Zen 4, INT8 quickstart).
+TRIAL_STEPS, PLAIN_TRIAL_STEPS = 16, 32
+SETTLING_STEPS = PLAIN_TRIAL_STEPS - 8
+SETTLING_LOSS = 3.0  # what these take together beyond what settled ones do, in steps
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 # The first one of a load comes sooner if it drafts, when a request has drafted so often: all that
 # is known of plain steps may be what was timed before the first request, and the draft has read the
@@ -26,8 +31,9 @@ ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs ch
 # Of the time, at most, that trials lose, but for the first, and the first behind drafts that began.
 # It has passed before they begin.
 TRIAL_SHARE = 0.0025
-# Where a plain step takes longer or shorter by so much than at the last trial, the machine is
-# another, and what the two ways take beside each other may be: they may lose more.
+# Where a plain step takes longer or shorter by so much than at any trial since the present way
+# began, the machine is another, and what the two ways take beside each other may be: they may lose
+# more. A machine that keeps changing between two speeds is so once for each.
 CHANGE_THAT_MATTERS, CHANGED_SHARE = 0.2, 0.005
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
@@ -49,9 +55,11 @@ class Trials:
         self._first = [FIRST_TRIALS] * loads  # that may come sooner
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
-        self._step_ns: list[float | None] = [None] * loads  # of a plain step, at the last trial
+        # Of a plain step, the least and the most, at the trials since that began.
+        self._step_ns: list[tuple[float, float] | None] = [None] * loads
         self._left = 0  # steps of the trial
         self._rows = self._joined = 0  # when it began, and since then
+        self._is_plain = False
 
     @property
     def is_on(self) -> bool:
@@ -97,12 +105,17 @@ class Trials:
         load = _load(rows)
         if promise < LEAST_PROMISE:
             return self._put_off(load)
-        lost = TRIAL_STEPS * max(0.0, 1.0 / promise - 1.0) + further_steps
+        steps = PLAIN_TRIAL_STEPS if drafts else TRIAL_STEPS
+        lost = further_steps
+        if promise < 1.0:
+            lost += steps * (1.0 / promise - 1.0) + (0.0 if drafts else SETTLING_LOSS)
         if lost > MOST_LOST_STEPS:
             return self._put_off(load)
-        then_ns = self._step_ns[load]
-        has_changed = then_ns is not None and abs(step_ns - then_ns) > CHANGE_THAT_MATTERS * step_ns
-        is_settled = drafts == self._drafts[load] and not has_changed
+        least, most = self._step_ns[load] or (step_ns, step_ns)
+        is_faster = step_ns < (1.0 - CHANGE_THAT_MATTERS) * least
+        has_changed = is_faster or step_ns > (1.0 + CHANGE_THAT_MATTERS) * most
+        is_usual = drafts == self._drafts[load]
+        is_settled = is_usual and not has_changed
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
         share = CHANGED_SHARE if has_changed else TRIAL_SHARE
         interval = backoff * max(LEAST_INTERVAL, round(lost / share))
@@ -116,9 +129,11 @@ class Trials:
         if may_come_sooner:
             self._first[load] -= 1
         self._backoff[load], self._drafts[load] = backoff, drafts
-        self._step_ns[load] = step_ns
+        if not is_usual:
+            least = most = step_ns
+        self._step_ns[load] = min(least, step_ns), max(most, step_ns)
         self._steps[load], self._due[load] = 0, LEAST_INTERVAL
-        self._left, self._rows, self._joined = TRIAL_STEPS, rows, 0
+        self._left, self._rows, self._joined, self._is_plain = steps, rows, 0, drafts
         return True
 
     def _put_off(self, load: int, interval: float = math.inf) -> bool:
@@ -126,11 +141,11 @@ class Trials:
         return False
 
     def join(self) -> None:
-        """A request that was not tried joins. Once they are as many as that, the trial ends with
-        the next step: it would show what a mixture takes.
+        """A request joins that decodes plainly. Once they are as many as that, a trial of drafts
+        ends with the next step: it would show what a mixture takes.
         """
         self._joined += 1
-        if self._joined >= LEAST_ROWS * self._rows:
+        if not self._is_plain and self._joined >= LEAST_ROWS * self._rows:
             self._left = min(self._left, 1)
 
     def end(self) -> None:
