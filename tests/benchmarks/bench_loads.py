@@ -11,10 +11,9 @@ begin and end together, so that their prompts are read together, which no traffi
 every load come first that are not counted, in which both ways learn what its steps cost: servers
 run for longer than that takes. Prefixes are not reused: how much a KV cache holds of an arm's
 prompts depends on which arm went before it. Runtimes change arms from visit to visit, of which a
-round has an even number. Good: speculative / plain >= 1 and
-served / in process >= 0.85 at each load. The acceptance length, the mean of the visits, tells
-whether drafts were in use: 1.00 where none is accepted. With configs/quickstart-vllm-int8.yaml as
-well it is the table against vLLM.
+round has an even number. Good: speculative / plain >= 1 and served / in process >= 0.85 at each
+load. The acceptance length, the mean of the visits, tells whether drafts were in use: 1.00 where
+none is accepted. With configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
         [--loads 1 4 16 64] [--requests 128] [--rounds 8] [--max-tokens-from 32] [--max-tokens 96]
@@ -142,7 +141,7 @@ class Visit:
 
 
 def visits_of(load: int, requests: int, turn: int, lines: Sequence[str]) -> list[Visit]:
-    """Those of a round, of so many requests, or as many as two visits have."""
+    """Those of a round: an even number, two at least. What is no whole pair is left out."""
     size = min(requests, BLOCK_REQUESTS * load)
     count = max(1, requests // size // len(ARMS)) * len(ARMS)
     first = turn * count

@@ -33,7 +33,7 @@ from toolkit.speculative.adaptive import (
     Controller,
 )
 from toolkit.speculative.costs import Figures, StepCosts
-from toolkit.speculative.trials import FIRST_BLOCKS, PLAIN_TRIAL_STEPS, SETTLING_STEPS, Trials
+from toolkit.speculative.trials import FIRST_BLOCKS, PLAIN_TRIAL_STEPS, UNSETTLED_STEPS, Trials
 
 LONGEST = 5
 OUTPUT_TOKENS = 192
@@ -542,7 +542,7 @@ def test_one_row_more_among_many_is_no_reason_to_end_drafts_at_once() -> None:
 def in_a_trial(decider: Controller, states: list[Adaptation]) -> None:
     """Go on until its second step."""
     decider.choose(states)
-    for _ in range(3000):
+    for _ in range(10_000):
         if not decider.keeps(len(states)):
             decider.choose(states)
         elif decider.is_trying:
@@ -680,7 +680,7 @@ def test_no_trial_begins_while_requests_become_fewer() -> None:
     states = [Adaptation(500.0, 1000.0) for _ in range(3)]
     chosen(decider, *states, Adaptation(500.0, 1000.0))
     assert decider.trials is not None
-    decider.trials.pass_steps(3, 1000)
+    decider.trials.pass_steps(3, 10_000)
     decider.choose(states)
     assert not decider.is_trying
     decider.choose(states)
@@ -1056,7 +1056,7 @@ def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
             else:
                 decider.note_plain(state, 1)
         plain_steps = 0 if any(lengths) else plain_steps + 1
-        if not 0 < plain_steps <= SETTLING_STEPS:  # as the runtime does
+        if not 0 < plain_steps <= UNSETTLED_STEPS:  # as the runtime does
             verify_ns = between(before if step < 2000 else after, 1 + sum(lengths) / 4)
             noise = draw.gauss(1.0, 0.05)
             drafted = [sum(length > depth for length in lengths) for depth in range(max(lengths))]

@@ -22,7 +22,7 @@ from tests.support.runtimes import (
     serve_one,
     slow_clock,
 )
-from tests.support.step_engines import BurstingTableEngine, TableEngine
+from tests.support.step_engines import BurstingTableEngine, PackingTableEngine, TableEngine
 from toolkit.interfaces import GenerationRequest, TokenEvent
 from toolkit.speculative.adaptive import (
     AWAIT_STEPS_PLAIN,
@@ -35,7 +35,7 @@ from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
 from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.runtime import NOTE_EVERY_PLAIN_STEPS, SpeculativeRuntime
-from toolkit.speculative.trials import PLAIN_TRIAL_STEPS, SETTLING_STEPS
+from toolkit.speculative.trials import NOTED_STEPS, PLAIN_TRIAL_STEPS, UNSETTLED_STEPS
 
 ADAPTIVE = AdaptiveSettings(probe_every_tokens=4)
 PROMPTS = [
@@ -293,16 +293,46 @@ def test_a_request_behind_a_batch_drafts_when_no_others_have_followed_it() -> No
             assert behind.steps_by_reason["load"] <= AWAIT_STEPS_PLAIN
 
 
+def noted_steps(runtime: SpeculativeRuntime, requests: list[GenerationRequest]) -> list[int]:
+    """The numbers, from 1 on, of the plain steps whose times are noted."""
+    noted: list[int] = []
+
+    def note(_costs: object, rows: int, drafting: list[int], *_times: object) -> None:
+        if not drafting:
+            noted.append(runtime._totals.steps)
+
+    with mock.patch.object(StillCosts, "note_step", note):
+        serve(runtime, requests)
+    return noted
+
+
+SETTLED = [*range(UNSETTLED_STEPS + 1, PLAIN_TRIAL_STEPS + 1)]
+
+
 def test_of_plain_steps_those_are_noted_in_which_the_caches_have_settled() -> None:
     """All of a trial from then on, and later on every sixteenth."""
-    costs = still(figures(1e6, 1000.0))
-    runtime = adaptive(engine(1), engine(99), costs=costs)
-    noted: list[int] = []
-    with mock.patch.object(StillCosts, "note_step", lambda *_: noted.append(runtime._plain_steps)):
-        serve(runtime, requests_of(4, 100))
-    settled = [*range(SETTLING_STEPS + 1, PLAIN_TRIAL_STEPS + 1)]
+    runtime = adaptive(engine(1), engine(99), costs=still(figures(1e6, 1000.0)))
     later = range(PLAIN_TRIAL_STEPS + NOTE_EVERY_PLAIN_STEPS, 100, NOTE_EVERY_PLAIN_STEPS)
-    assert noted == [*settled, *later]
+    assert noted_steps(runtime, requests_of(4, 100)) == [*SETTLED, *later]
+
+
+def test_caches_settle_in_plain_steps_that_read_prompts_too() -> None:
+    target = PackingTableEngine(1, max_seq_len=512, max_batch_size=3)
+    draft = engine(99, max_batch_size=3)
+    runtime = adaptive(target, draft, costs=still(figures(1e6, 1000.0)))
+    lengths = (10, UNSETTLED_STEPS + 4, 60, 60, 60)  # the last two follow those that end
+    requests = [
+        make_request(max_tokens=length, request_id=str(i)) for i, length in enumerate(lengths)
+    ]
+    noted = noted_steps(runtime, requests)
+    assert noted[: len(SETTLED) - 1] == [step for step in SETTLED if step != UNSETTLED_STEPS + 4]
+
+
+def test_a_trial_of_plain_steps_goes_on_with_the_request_behind_one_alone() -> None:
+    """It begins behind eight blocks, too late for the plain steps of the same request to settle."""
+    runtime = adaptive(engine(1), engine(1), costs=still(figures(700.0, 1000.0)))
+    noted = [noted_steps(runtime, requests_of(1, 56)) for _ in range(8)]
+    assert max(map(len, noted)) >= NOTED_STEPS // 2
 
 
 def test_of_a_finished_request_it_is_known_what_it_wrote_and_what_it_might_have() -> None:

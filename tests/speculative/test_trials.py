@@ -24,7 +24,7 @@ STEP_NS = 600_000.0
 FURTHER = 2.0  # steps
 # Steps that are lost where a trial, with drafts or without, promises 0.8 of the speed.
 LOST_DRAFTING = TRIAL_STEPS * 0.25 + SETTLING_LOSS + FURTHER
-LOST_PLAIN = PLAIN_TRIAL_STEPS * 0.25 + FURTHER
+LOST_PLAIN = PLAIN_TRIAL_STEPS * 0.25 + SETTLING_LOSS + FURTHER
 
 
 def steps_until_due(trials: Trials, rows: int) -> int:
@@ -54,11 +54,19 @@ def steps_until_begun(
             return steps
 
 
+def take(trials: Trials, rows: int) -> int:
+    """The steps of a trial that was begun, to its end."""
+    steps = 1
+    while trials.pass_step(rows):
+        steps += 1
+    return steps
+
+
 def test_a_load_is_tried_so_rarely_that_it_costs_its_share_the_first_time_too() -> None:
     trials = Trials(64)
     assert steps_until_begun(trials, 64, 0.8, FURTHER, drafts=False) == LOST_DRAFTING / TRIAL_SHARE
     trials.end()
-    assert steps_until_begun(Trials(64), 64, 1.1, drafts=False) == LEAST_INTERVAL
+    assert steps_until_begun(Trials(64), 64, 1.25, drafts=False) == LEAST_INTERVAL
 
 
 def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
@@ -68,8 +76,7 @@ def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
     assert not trials.begin(64, 0.8, FURTHER, step_ns=STEP_NS, drafts=True, blocks=0)
     assert steps_until_due(trials, 64) == FIRST_BLOCKS
     assert trials.begin(64, 0.8, FURTHER, step_ns=STEP_NS, drafts=True, blocks=FIRST_BLOCKS)
-    while trials.pass_step(64):
-        pass
+    assert take(trials, 64) == PLAIN_TRIAL_STEPS
     begun = steps_until_begun(trials, 64, 0.8, FURTHER, drafts=True, blocks=FIRST_BLOCKS)
     assert begun == 2 * LOST_PLAIN / TRIAL_SHARE - PLAIN_TRIAL_STEPS
 
@@ -87,18 +94,18 @@ def test_a_first_trial_that_was_cut_off_is_made_again_a_few_times() -> None:
 def test_what_trials_confirm_is_tried_ever_more_rarely_until_it_changes() -> None:
     trials, intervals = Trials(4), []
     for drafts in (False, False, False, False, False, False, True, True):
-        intervals.append(steps_until_begun(trials, 4, 1.1, drafts=drafts) // LEAST_INTERVAL)
+        intervals.append(steps_until_begun(trials, 4, 1.25, drafts=drafts) // LEAST_INTERVAL)
     assert intervals == [1, 2, 4, 8, 16, 16, 1, 2]
 
 
 def test_a_load_that_has_changed_need_not_wait_for_what_its_last_trials_confirmed() -> None:
     trials = Trials(4)
     for _ in range(5):
-        steps_until_begun(trials, 4, 1.1, drafts=True)
+        steps_until_begun(trials, 4, 1.25, drafts=True)
         trials.end()
     steps_until_due(trials, 4)
-    assert not trials.begin(4, 1.1, 0.0, step_ns=STEP_NS, drafts=True)
-    assert steps_until_begun(trials, 4, 1.1, drafts=False) == ASK_AGAIN_STEPS
+    assert not trials.begin(4, 1.25, 0.0, step_ns=STEP_NS, drafts=True)
+    assert steps_until_begun(trials, 4, 1.25, drafts=False) == ASK_AGAIN_STEPS
 
 
 def test_drafts_that_began_are_tried_against_plain_steps_before_long() -> None:
@@ -115,17 +122,18 @@ def test_on_a_machine_that_has_changed_a_trial_may_come_sooner(factor: float) ->
     trials = Trials(4)
     for _ in range(3):
         steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False)
-        trials.end()
+        steps = take(trials, 4)
     begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False, step_ns=factor * STEP_NS)
-    assert begun == LOST_DRAFTING / CHANGED_SHARE
+    assert begun + steps == LOST_DRAFTING / CHANGED_SHARE
 
 
 def test_a_machine_that_changes_between_two_speeds_is_another_once_for_each() -> None:
-    trials, intervals = Trials(4), []
+    trials, intervals, steps = Trials(4), [], 0
     for factor in (1.0, 2.0, 1.0, 2.0, 1.5, 1.0, 4.0):
         step_ns = factor * STEP_NS
-        begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False, step_ns=step_ns)
-        intervals.append(round(begun * TRIAL_SHARE / LOST_DRAFTING, 1))
+        steps += steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False, step_ns=step_ns)
+        intervals.append(round(steps * TRIAL_SHARE / LOST_DRAFTING, 1))
+        steps = take(trials, 4)
     assert intervals == [1.0, 0.5, 2.0, 4.0, 8.0, 16.0, 0.5]
 
 
@@ -134,14 +142,25 @@ def test_what_is_found_anew_is_confirmed_at_each_speed_of_the_machine() -> None:
     for drafts, factor in ((False, 1.0), (False, 2.0), (True, 1.0)):
         step_ns = factor * STEP_NS
         steps_until_begun(trials, 4, 0.8, FURTHER, drafts=drafts, step_ns=step_ns)
-        trials.end()
+        steps = take(trials, 4)
     begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=True, step_ns=2.0 * STEP_NS)
-    assert begun == round(LOST_PLAIN / CHANGED_SHARE)
+    assert begun + steps == round(LOST_PLAIN / CHANGED_SHARE)
+
+
+def test_a_speed_at_which_a_trial_was_cut_off_is_still_another_one() -> None:
+    trials = Trials(4)
+    steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False)
+    take(trials, 4)
+    for cut in (lambda: trials.pass_step(1), lambda: [trials.join() for _ in range(2)]):
+        begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=False, step_ns=2.0 * STEP_NS)
+        assert begun == pytest.approx(LOST_DRAFTING / CHANGED_SHARE, abs=TRIAL_STEPS)
+        cut()
+        take(trials, 4)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_trial_of_drafts_ends_when_half_of_its_requests_are_new(drafts: bool) -> None:
-    """One of plain steps goes on: those that join are decoded plainly, too. drafts: usually."""
+def test_half_of_the_requests_anew_end_a_trial_of_drafts_only(drafts: bool) -> None:
+    """In one of plain steps those that join are decoded plainly, too. drafts: usually."""
     trials = Trials(4)
     steps_until_begun(trials, 4, 1.0, drafts=drafts)
     assert trials.pass_step(4)

@@ -390,7 +390,7 @@ class Controller:
         """Whether nothing can be due in the next step, of so many rows. If so, it is counted. True
         of most steps: what this looks at is little, since a forward has just filled the caches with
         something else. Where no drafts would pay at a load, requests that come and go change
-        nothing, while they are about as many.
+        nothing, while they are about as many, nor for some steps in which they are fewer.
         """
         least, most = self._rest_rows
         if self._rested == self._rest or rows > most:
@@ -505,7 +505,7 @@ class Controller:
         """Give a request that joins a running batch the drafts that the last decision would have
         taken, or none if the batch grows. The next one is for all. rows: with this one.
         """
-        if self._is_loaded and self._rested < self._rest and rows <= self._rest_rows[1]:
+        if self._is_loaded and not self.is_trying:
             state.draft_len, state.reason = 0, self._why_not  # and the batch rests on
             return
         self._wake()

@@ -68,7 +68,7 @@ from toolkit.speculative.sampling import (
 from toolkit.speculative.slots import Slot, choose_place
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
-from toolkit.speculative.trials import PLAIN_TRIAL_STEPS, SETTLING_STEPS, Trials
+from toolkit.speculative.trials import PLAIN_TRIAL_STEPS, UNSETTLED_STEPS, Trials
 from toolkit.words import AcceptanceChoice, DraftLenReason, FinishReason, RuntimeRule
 
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
@@ -154,7 +154,8 @@ class SpeculativeRuntime:
         self._clock = clock
         self._adaptive: Controller | None = None
         self._costs = costs
-        self._plain_steps = 0  # since the last step with drafts
+        # Since the last step with drafts, and from how many on one is noted.
+        self._plain_steps, self._next_noted = 0, UNSETTLED_STEPS + 1
         if settings.adaptive is not None and self._max_draft_len:
             if self._costs is None:
                 drafting_engine = draft if drafter is None else None
@@ -382,7 +383,8 @@ class SpeculativeRuntime:
         adaptive = self._adaptive
         if adaptive is None:
             return
-        if self._running or adaptive.awaits_more(len(self._prefilling)):
+        goes_on = self._running or adaptive.is_trying
+        if goes_on or adaptive.awaits_more(len(self._prefilling)):
             for rows, sequence in enumerate(self._prefilling, len(self._running) + 1):
                 if sequence.adaptation is not None and sequence.adaptation.draft_len is None:
                     adaptive.join(sequence.adaptation, rows)
@@ -562,15 +564,20 @@ class SpeculativeRuntime:
             self._read(read, first_logits)
         # A forward that read prompts, too, says nothing about the cost of a step, nor does a draft
         # that failed.
-        if self._costs is not None and not chunks and not has_failed:
-            plain_steps = self._plain_steps = 0 if any(counts) else self._plain_steps + 1
-            is_of_trial = plain_steps <= PLAIN_TRIAL_STEPS
-            if _has_settled(plain_steps) and (
-                is_of_trial or plain_steps % NOTE_EVERY_PLAIN_STEPS == 0
-            ):
-                times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
-                context = sum([row.cached_tokens for row in rows]) / len(rows)
-                self._costs.note_step(len(rows), _drafting(counts), context, *times)
+        if self._costs is not None and self._notes(any(counts)) and not chunks and not has_failed:
+            if self._plain_steps >= PLAIN_TRIAL_STEPS:
+                self._next_noted = self._plain_steps + NOTE_EVERY_PLAIN_STEPS
+            times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
+            context = sum([row.cached_tokens for row in rows]) / len(rows)
+            self._costs.note_step(len(rows), _drafting(counts), context, *times)
+
+    def _notes(self, has_drafted: bool) -> bool:
+        """Count a step. Returns whether what it took is worth to be noted."""
+        if has_drafted:
+            self._plain_steps, self._next_noted = 0, UNSETTLED_STEPS + 1
+            return True
+        self._plain_steps += 1
+        return self._plain_steps >= self._next_noted
 
     def _propose(self, drafter: Drafter, rows: list[Sequence]) -> bool:
         """Draft for these rows. Returns whether it went well; if not, rows go on plainly."""
@@ -730,8 +737,7 @@ class SpeculativeRuntime:
             controller.note_block(state, count, step.accepted)
             row.noted_tokens = len(row.ids)
             row.target_chances.clear()
-        self._plain_steps = 0 if count else self._plain_steps + 1
-        if _has_settled(self._plain_steps):
+        if self._notes(count > 0):
             times = (step.draft_ns, step.verify_ns, 0)
             self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
         if row.finish_reason is None and not controller.keeps(1):
@@ -951,13 +957,6 @@ def bursts_of(target: StepEngine, drafter: Drafter | None, max_draft_len: int) -
 def _copying(engine: StepEngine) -> CopyingEngine:
     assert isinstance(engine, CopyingEngine)
     return engine
-
-
-def _has_settled(plain_steps: int) -> bool:
-    """Whether what a step takes says something. plain_steps: it and those before it, since the last
-    with drafts.
-    """
-    return plain_steps == 0 or plain_steps > SETTLING_STEPS
 
 
 def _drafting(counts: list[int]) -> list[int]:

@@ -13,15 +13,24 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["LEAST_TOKENS", "PLAIN_TRIAL_STEPS", "SETTLING_STEPS", "TRIAL_STEPS", "Trials"]
+__all__ = [
+    "LEAST_TOKENS",
+    "NOTED_STEPS",
+    "PLAIN_TRIAL_STEPS",
+    "TRIAL_STEPS",
+    "UNSETTLED_STEPS",
+    "Trials",
+]
 
 # With drafts, and plain ones. Behind drafts and wide forwards plain steps become faster for a
 # while, as the caches of the processor hold more and more of what they read: the first ones say
-# nothing. Where a model just fits into them, the first step of 4 requests takes 1.4 times what
-# later ones do, the tenth 1.1 times, and the twentieth 1.04 times (Zen 4, INT8 quickstart).
+# nothing. Where a model just fits into them, the first step of 4 requests takes 1.4 to 1.7 times
+# what settled ones do, the eighth 1.1 times, the fifteenth 1.0 to 1.05 times (Zen 4, INT8
+# quickstart).
 TRIAL_STEPS, PLAIN_TRIAL_STEPS = 16, 32
-SETTLING_STEPS = PLAIN_TRIAL_STEPS - 8
-SETTLING_LOSS = 3.0  # what these take together beyond what settled ones do, in steps
+NOTED_STEPS = 8
+UNSETTLED_STEPS = PLAIN_TRIAL_STEPS - NOTED_STEPS
+SETTLING_LOSS = 3.0  # what unsettled steps take together beyond what settled ones do, in steps
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 # The first one of a load comes sooner if it drafts, when a request has drafted so often: all that
 # is known of plain steps may be what was timed before the first request, and the draft has read the
@@ -41,7 +50,7 @@ MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, 
 # in the caches gained a quarter when other programs took those.
 LEAST_PROMISE, LEAST_TOKENS = 0.6, 1.3
 # What a trial may lose, in steps. Drafts of many requests have all their texts to read first.
-MOST_LOST_STEPS = 24.0
+MOST_LOST_STEPS = 32.0
 LEAST_ROWS, MOST_ROWS = 0.5, 1.125  # of those when a trial began; else it ends
 
 
@@ -55,8 +64,10 @@ class Trials:
         self._first = [FIRST_TRIALS] * loads  # that may come sooner
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
-        # Of a plain step, the least and the most, at the trials since that began.
+        # Of a plain step, the least and the most, at the trials since that began that were not cut
+        # off; and at the last one.
         self._step_ns: list[tuple[float, float] | None] = [None] * loads
+        self._now_ns = 0.0
         self._left = 0  # steps of the trial
         self._rows = self._joined = 0  # when it began, and since then
         self._is_plain = False
@@ -69,12 +80,17 @@ class Trials:
     def pass_step(self, rows: int) -> bool:
         """A step of so many rows follows. Returns whether the trial goes on in it."""
         self._steps[_load(rows)] += 1
-        if self._left == 1:
-            self._first[_load(self._rows)] = 0
+        if self._left == 1 and not self._is_mixed:
+            self._complete(_load(self._rows))
         self._left = max(0, self._left - 1)
         if not LEAST_ROWS * self._rows <= rows <= MOST_ROWS * self._rows:
             self._left = 0
         return self.is_on
+
+    def _complete(self, load: int) -> None:
+        least, most = self._step_ns[load] or (self._now_ns, self._now_ns)
+        self._step_ns[load] = min(least, self._now_ns), max(most, self._now_ns)
+        self._first[load] = 0
 
     def pass_steps(self, rows: int, steps: int) -> None:
         """So many steps of so many rows were taken, while no trial was on."""
@@ -106,9 +122,7 @@ class Trials:
         if promise < LEAST_PROMISE:
             return self._put_off(load)
         steps = PLAIN_TRIAL_STEPS if drafts else TRIAL_STEPS
-        lost = further_steps
-        if promise < 1.0:
-            lost += steps * (1.0 / promise - 1.0) + (0.0 if drafts else SETTLING_LOSS)
+        lost = max(0.0, steps * (1.0 / promise - 1.0) + SETTLING_LOSS) + further_steps
         if lost > MOST_LOST_STEPS:
             return self._put_off(load)
         least, most = self._step_ns[load] or (step_ns, step_ns)
@@ -130,8 +144,8 @@ class Trials:
             self._first[load] -= 1
         self._backoff[load], self._drafts[load] = backoff, drafts
         if not is_usual:
-            least = most = step_ns
-        self._step_ns[load] = min(least, step_ns), max(most, step_ns)
+            self._step_ns[load] = None
+        self._now_ns = step_ns
         self._steps[load], self._due[load] = 0, LEAST_INTERVAL
         self._left, self._rows, self._joined, self._is_plain = steps, rows, 0, drafts
         return True
@@ -145,8 +159,12 @@ class Trials:
         ends with the next step: it would show what a mixture takes.
         """
         self._joined += 1
-        if not self._is_plain and self._joined >= LEAST_ROWS * self._rows:
+        if self._is_mixed:
             self._left = min(self._left, 1)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return not self._is_plain and self._joined >= LEAST_ROWS * self._rows
 
     def end(self) -> None:
         self._left = 0
