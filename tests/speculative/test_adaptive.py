@@ -23,6 +23,7 @@ from toolkit.speculative.adaptive import (
     GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
     JOINING_STEPS,
+    LEAST_BATCH_GAIN,
     MOST_CONFIRMATIONS,
     PERFECT_ACCEPTANCE,
     PRIOR_REQUESTS,
@@ -479,7 +480,7 @@ def test_a_batch_begins_to_draft_for_a_clear_gain_only_and_goes_on_for_less(
     drafting = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
     assert chosen(decider_of(gain), *drafting) == [1, 1]
     losing = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
-    decider = decider_of(-0.01)
+    decider = decider_of(0.9 * LEAST_BATCH_GAIN)
     chosen(decider, *losing)
     assert chosen(decider, *losing) == [0, 0]
 
