@@ -35,7 +35,7 @@ from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
 from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.runtime import NOTE_EVERY_PLAIN_STEPS, SpeculativeRuntime
-from toolkit.speculative.trials import NOTED_STEPS, PLAIN_TRIAL_STEPS, UNSETTLED_STEPS
+from toolkit.speculative.trials import NOTED_STEPS, PLAIN_TRIAL_STEPS, UNSETTLED_STEPS, Trials
 
 ADAPTIVE = AdaptiveSettings(probe_every_tokens=4)
 PROMPTS = [
@@ -177,6 +177,40 @@ def test_decisions_that_change_nothing_end_no_burst() -> None:
     runtime.close()
     assert stats.draft_len_changes <= 2
     assert target.bursts.count(MAX_STEPS) >= 2
+
+
+@pytest.mark.parametrize("doubts_every", [10**9, 7], ids=["in bursts", "and from Python"])
+@pytest.mark.parametrize("draft_seed", [1, 99], ids=["drafting", "plain"])
+def test_each_step_of_a_request_alone_is_counted_once(doubts_every: int, draft_seed: int) -> None:
+    """Where steps are long, a burst has few: between two of them no step is counted twice."""
+    target = BurstingTableEngine(1, max_seq_len=1024, doubts_every=doubts_every)
+    runtime = adaptive(target, engine(draft_seed, max_seq_len=1024))
+    assert runtime._bursts is not None and runtime._adaptive is not None
+    bursts, controller = runtime._bursts, runtime._adaptive
+
+    def before_step(step: int) -> None:
+        bursts.take_known()
+        if step == 2:
+            bursts.interrupt()
+
+    target.before_step = before_step
+    counted = 0
+
+    def pass_steps(_trials: Trials, _rows: int, steps: int = 1) -> bool:
+        nonlocal counted
+        counted += steps
+        return False
+
+    # Between probes a plain row takes bursts only if it is not drawn.
+    drawn = {} if draft_seed == 99 else {"temperature": 0.9, "seed": 5}
+    with (
+        mock.patch.object(Trials, "pass_step", pass_steps),
+        mock.patch.object(Trials, "pass_steps", pass_steps),
+    ):
+        stats = serve_one(runtime, make_request(PROMPTS[3], 400, **drawn)).stats
+    runtime.close()
+    assert len(target.bursts) > 10
+    assert counted + controller._rested == stats.verify_steps
 
 
 def test_another_length_ends_no_burst() -> None:

@@ -502,8 +502,9 @@ class Controller:
         return rows > (1.0 + ROWS_THAT_MATTER) * self._rows
 
     def join(self, state: Adaptation, rows: int) -> None:
-        """Give a request that joins a running batch the drafts that the last decision would have
-        taken, or none if the batch grows. The next one is for all. rows: with this one.
+        """Give a request that joins a batch, or follows one alone, the drafts that the last
+        decision would have taken, or none if the batch grows. The next one is for all. rows: with
+        this one.
         """
         if self._is_loaded and not self.is_trying:
             state.draft_len, state.reason = 0, self._why_not  # and the batch rests on

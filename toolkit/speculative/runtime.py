@@ -156,6 +156,8 @@ class SpeculativeRuntime:
         self._costs = costs
         # Since the last step with drafts, and from how many on one is noted.
         self._plain_steps, self._next_noted = 0, UNSETTLED_STEPS + 1
+        # Whether the last step of a burst has asked what the next step, of its row, does.
+        self._has_asked = False
         if settings.adaptive is not None and self._max_draft_len:
             if self._costs is None:
                 drafting_engine = draft if drafter is None else None
@@ -383,7 +385,8 @@ class SpeculativeRuntime:
         adaptive = self._adaptive
         if adaptive is None:
             return
-        goes_on = self._running or adaptive.is_trying
+        # A trial of a request alone goes on with the next one.
+        goes_on = self._running or (adaptive.is_trying and len(self._prefilling) == 1)
         if goes_on or adaptive.awaits_more(len(self._prefilling)):
             for rows, sequence in enumerate(self._prefilling, len(self._running) + 1):
                 if sequence.adaptation is not None and sequence.adaptation.draft_len is None:
@@ -518,6 +521,7 @@ class SpeculativeRuntime:
             self._adapt(rows)
             bursting = None if chunks else self._may_burst(rows)
             if bursting is None or not self._burst(rows[0], bursting):
+                self._has_asked = False
                 self._verify_rows(rows, chunks)
         except Exception as error:
             self._fail(rows, error)
@@ -740,7 +744,8 @@ class SpeculativeRuntime:
         if self._notes(count > 0):
             times = (step.draft_ns, step.verify_ns, 0)
             self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
-        if row.finish_reason is None and not controller.keeps(1):
+        self._has_asked = row.finish_reason is None
+        if self._has_asked and not controller.keeps(1):
             self._choose_draft_lens([row])
         if state.draft_len and before and state.draft_len != before:
             bursts.set_draft_len(state.draft_len)
@@ -776,9 +781,11 @@ class SpeculativeRuntime:
         # Of the first row alone, mostly: behind a forward, looking at all takes microseconds.
         if rows[0].adaptation is None and all(row.adaptation is None for row in rows):
             return
-        if self._adaptive.rests(len(rows)):
+        if self._has_asked and len(rows) == 1:
+            self._has_asked = False
+        elif self._adaptive.rests(len(rows)):
             return
-        if not self._adaptive.keeps(len(rows)):
+        elif not self._adaptive.keeps(len(rows)):
             self._choose_draft_lens(rows)
         if self._adaptive.may_probe():
             self._probe(rows)

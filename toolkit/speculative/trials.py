@@ -42,7 +42,7 @@ ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs ch
 TRIAL_SHARE = 0.0025
 # Where a plain step takes longer or shorter by so much than at any trial since the present way
 # began, the machine is another, and what the two ways take beside each other may be: they may lose
-# more. A machine that keeps changing between two speeds is so once for each.
+# more. A machine that keeps changing between two speeds is so until each was tried.
 CHANGE_THAT_MATTERS, CHANGED_SHARE = 0.2, 0.005
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
@@ -155,8 +155,8 @@ class Trials:
         return False
 
     def join(self) -> None:
-        """A request joins that decodes plainly. Once they are as many as that, a trial of drafts
-        ends with the next step: it would show what a mixture takes.
+        """A request joins that decodes plainly. Once they are half of the requests, a trial of
+        drafts ends with the next step: it would show what a mixture takes.
         """
         self._joined += 1
         if self._is_mixed:
