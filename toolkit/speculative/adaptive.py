@@ -204,11 +204,10 @@ class Controller:
     _last_rows: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
     # Steps in which nothing can be due, and those of them that were taken, which no other count has
-    # yet; of how many rows, and for how many steps in a row they may be fewer.
+    # yet; and of how many rows.
     _rest: int = 0
     _rested: int = 0
     _rest_rows: tuple[int, int] = (0, 0)
-    _rest_awaits: int = 0
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most.
     _saved_ns: float = math.inf
@@ -397,7 +396,7 @@ class Controller:
             return False
         if rows >= least:
             self._steps_at_lower_load = 0
-        elif self._steps_at_lower_load < self._rest_awaits:
+        elif self._is_loaded and self._steps_at_lower_load < AWAIT_STEPS_PLAIN:
             self._steps_at_lower_load += 1
         else:
             return False
@@ -445,7 +444,6 @@ class Controller:
             self._rest = max(0, min(self._steps_until_decision, until_probe) - 1)
             slack = int(ROWS_THAT_MATTER * rows) if self._is_loaded else 0
             self._rest_rows = rows - slack, rows + slack
-            self._rest_awaits = AWAIT_STEPS_PLAIN if self._is_loaded else 0
         return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:

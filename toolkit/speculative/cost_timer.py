@@ -26,8 +26,8 @@ NEAR_TOKENS, FAR_TOKENS, FILL_NS = 64, 256, 1_000_000_000
 TURN_PASSES, TURN_NS = 4, 100_000_000
 TURNS, BUDGET_NS, LEAST_BUDGET_NS = 10, 300_000_000, 1_000_000_000
 FORWARDS = 20  # of a probe, and of reading, at most
-# Behind drafts and wide forwards, plain steps of few rows become faster for about so many steps,
-# since the caches of the processor hold more and more of what they read.
+# Behind drafts and wide forwards, plain steps of few rows become faster for a while (`trials`),
+# since the caches of the processor hold more and more of what they read: so many do not count here.
 SETTLING_STEPS, MOST_SETTLING_ROWS = 8, 8
 
 

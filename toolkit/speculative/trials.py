@@ -70,7 +70,6 @@ class Trials:
         self._now_ns = 0.0
         self._left = 0  # steps of the trial
         self._rows = self._joined = 0  # when it began, and since then
-        self._is_plain = False
 
     @property
     def is_on(self) -> bool:
@@ -147,7 +146,7 @@ class Trials:
             self._step_ns[load] = None
         self._now_ns = step_ns
         self._steps[load], self._due[load] = 0, LEAST_INTERVAL
-        self._left, self._rows, self._joined, self._is_plain = steps, rows, 0, drafts
+        self._left, self._rows, self._joined = steps, rows, 0
         return True
 
     def _put_off(self, load: int, interval: float = math.inf) -> bool:
@@ -164,7 +163,8 @@ class Trials:
 
     @property
     def _is_mixed(self) -> bool:
-        return not self._is_plain and self._joined >= LEAST_ROWS * self._rows
+        tries_drafts = not self._drafts[_load(self._rows)]
+        return tries_drafts and self._joined >= LEAST_ROWS * self._rows
 
     def end(self) -> None:
         self._left = 0
