@@ -20,10 +20,12 @@ from toolkit.speculative.adaptive import (
     DECIDE_EVERY_IDLE_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
+    FORGET_DECISIONS,
     GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
     JOINING_STEPS,
     LEAST_BATCH_GAIN,
+    MISTAKE_DECISIONS,
     MOST_CONFIRMATIONS,
     PERFECT_ACCEPTANCE,
     PRIOR_REQUESTS,
@@ -1068,3 +1070,44 @@ def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
     drafts_before, drafts_after = (2000, 0) if before is SLOW else (0, 4000)
     assert drafting[0] == pytest.approx(drafts_before, abs=100)
     assert drafting[1] == pytest.approx(drafts_after, abs=200)
+
+
+def test_a_load_whose_drafts_ended_soon_has_to_promise_more_until_that_is_forgotten() -> None:
+    """Two rows whose drafts are always accepted, and gain twice what a batch begins for."""
+
+    def costs_of(gain: float) -> Costs:
+        drafting = 2.0 / (1.0 + gain) * (HOST + 1.0) - HOST
+        return Costs((1.0, drafting, *[9.0] * LONGEST), draft=0.0, per_row=0.0)
+
+    rows = [Adaptation(1000.0, 1000.0) for _ in range(2)]
+    decider = controller(costs_of(2.0 * BATCH_GAIN))
+
+    def decided(gain: float, times: int) -> list[int | None]:
+        decider.costs = costs_of(gain)
+        for _ in range(times):
+            lengths = chosen(decider, *rows)
+        return lengths
+
+    soon = MOST_CONFIRMATIONS + 3  # decisions, until one does not stand
+    assert decided(2.0 * BATCH_GAIN, 1) == [1, 1]
+    for _ in range(2):
+        assert decided(-0.1, soon) == [0, 0]
+        begins = decided(2.0 * BATCH_GAIN, 1)
+    assert begins == [0, 0]
+    assert decided(2.0 * BATCH_GAIN, int(2 * FORGET_DECISIONS)) == [1, 1]
+    # Drafts that went on for long were none.
+    long = MISTAKE_DECISIONS * (MOST_CONFIRMATIONS + 1)
+    assert decided(2.0 * BATCH_GAIN, long) == [1, 1]
+    assert decided(-0.1, soon) == [0, 0]
+    assert decided(2.0 * BATCH_GAIN, 1) == [1, 1]
+
+
+def test_what_was_doubtful_before_plain_steps_of_a_trial_is_not_behind_them() -> None:
+    """Three of four rows would be held at one token, and the batch decoded plainly for it."""
+    decider = controller()
+    doubtful, tried = (Adaptation(8.0, 10.0, draft_len=1, misses=DOUBTFUL_MISSES) for _ in range(2))
+    decider._try(doubtful, 0)
+    decider._try(tried, 2)
+    decider._end_trial()
+    assert not doubtful.is_doubtful and tried.is_doubtful
+    assert doubtful.draft_len == tried.draft_len == 1

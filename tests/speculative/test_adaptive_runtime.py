@@ -86,6 +86,9 @@ class StillCosts(StepCosts):
     def note_probe(self, *args: Any) -> None:
         pass
 
+    def note_reading(self, *args: Any) -> None:
+        pass
+
 
 def still(figures: Figures, probe: float = 10.0, reading: float = 0.0) -> StillCosts:
     stills = StillCosts(figures, probe, reading=reading)
@@ -572,6 +575,36 @@ def test_a_figure_that_keeps_itself_from_being_used_is_corrected_by_trials(
         usual = best if has_trials else other
         assert steps[usual] > 0.6 * sum(steps.values())
         assert ("measuring" in steps) <= has_trials
+
+
+def test_lengths_are_chosen_by_what_stands_in_the_slots_now() -> None:
+    """Not each step is noted, so the last one that was may be of others."""
+    seen = list[float]()
+
+    class Seen(StillCosts):
+        def set_context(self, tokens: float) -> None:
+            seen.append(tokens)
+
+    runtime = adaptive(TableEngine(1), TableEngine(2), costs=Seen(figures(300.0, 1000.0), 10.0))
+    prompt = [1] * 40
+    serve(runtime, [make_request(prompt, 8, str(index)) for index in range(3)])
+    assert seen[0] == len(prompt)
+    assert all(len(prompt) <= context <= len(prompt) + 8 for context in seen)
+
+
+def test_what_the_draft_reads_of_prompts_is_timed() -> None:
+    read = list[tuple[int, int]]()
+
+    class Seen(StillCosts):
+        def note_reading(self, tokens: int, read_ns: int) -> None:  # type: ignore[override]
+            read.append((tokens, read_ns))
+
+    clock = EngineTime()
+    draft = TimedEngine(clock, [7000.0] * (MAX_DRAFT_LEN + 2))
+    costs = Seen(figures(300.0, 1000.0), 10.0)
+    runtime = adaptive(TableEngine(1, max_batch_size=4), draft, costs=costs, clock=clock)
+    serve(runtime, [make_request([1, 2, 3, 4, 5], 8, "0")])
+    assert read == [(5, 7000)]
 
 
 def test_requests_with_a_length_of_their_own_save_nothing_for_probes() -> None:

@@ -54,19 +54,20 @@ def test_the_engines_are_timed_and_left_free() -> None:
 
 
 def test_a_draft_that_chains_is_timed_by_the_chain() -> None:
-    """A call of 700 nanoseconds for the first token and 50 for each one more; its forwards take
-    no time.
+    """A call of 700 nanoseconds for the first token, 50 for each one more, and 10 for each that it
+    has missed, as every other row has; its forwards take no time.
     """
 
     class Chaining(ChainingTableEngine):
         def forward_chain(self, chains: Sequence[Chain]) -> Any:
-            clock.now += 650 + 50 * chains[0].count
+            missed = sum(len(chain.tokens) - 1 for chain in chains)
+            clock.now += 650 + 50 * chains[0].count + 10 * missed
             return super().forward_chain(chains)
 
     clock = EngineTime()
     draft = Chaining(1, max_batch_size=4)
     costs = measured_costs(TimedEngine(clock, max_batch_size=4), draft, 5, clock)
-    assert costs.draft_ns(1, 1) == costs.draft_ns(4, 1) == 700
+    assert (costs.draft_ns(1, 1), costs.draft_ns(4, 1)) == (700, 720)
     assert costs.draft_ns(1, 2) == costs.draft_ns(4, 5) == 50
     assert [draft.length(slot) for slot in range(4)] == [0] * 4
 
@@ -148,6 +149,22 @@ def test_figures_in_use_take_no_part_of_the_machines_waves() -> None:
         costs.note_step(1, [1, 1], 64, 200 * factor, 1000 * factor, 60_000)
     assert costs._verify_ns(1, 3) == pytest.approx(costs._verify_ns(1, 1), rel=0.04)
     assert costs.draft_ns(1, 1) == pytest.approx(costs._scale * 100, rel=0.04)
+
+
+def test_what_a_draft_takes_is_told_by_the_forward_behind_it_on_any_machine() -> None:
+    """It was timed without what drafts catch up with, and the machine never stays the same."""
+    costs = flat_costs()
+    for step in range(1200):
+        speed = 1.5 if step // 25 % 2 else 1.0
+        costs.note_step(2, [2, 2], 64, int(280 * speed), int(1000 * speed), 0)
+    assert costs.draft_ns(2, 1) / (costs._scale * 1000) == pytest.approx(0.14, rel=0.05)
+
+
+def test_what_prompts_take_to_read_corrects_its_figure() -> None:
+    costs = StepCosts(Figures(FLAT, *[[0.0] + [100.0] * 4] * 2), 50.0, reading=3.0)
+    for _ in range(100):
+        costs.note_reading(30, 150)
+    assert costs.read_ns(30) == pytest.approx(150, rel=0.06)
 
 
 def test_a_figure_that_was_off_is_corrected_beside_the_others() -> None:

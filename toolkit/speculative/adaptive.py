@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.speculative.trials import LEAST_TOKENS, PLAIN_TRIAL_STEPS, Trials
+from toolkit.speculative.trials import LEAST_TOKENS, PLAIN_TRIAL_STEPS, Trials, load_of
 from toolkit.words import DraftLenReason
 
 __all__ = ["PROBED_ROWS", "PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Costs"]
@@ -54,9 +54,12 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # gain more, since nothing is learned then, and it takes a while until they come back.
 SWITCH_GAIN, END_GAIN = 0.015, 0.02
 # Of the speed of a batch, that drafts have to promise before it begins to draft, and while it does,
-# beside the time in which the draft reads the prompts. What they gain in truth is about 2 % less
-# than full batches in which no prompts are read say, and known to about 5 %.
-BATCH_GAIN, LEAST_BATCH_GAIN, MOST_READING = 0.04, 0.02, 0.9
+# beside the time in which the draft reads the prompts. What they gain is known to about 5 %.
+BATCH_GAIN, LEAST_BATCH_GAIN, MOST_READING = 0.03, 0.01, 0.9
+# It has to promise so much more for each time that drafts at this load ended within so many
+# decisions, not counting those that only confirmed one: what just does not pay seems to, now and
+# then. So many times count at most, and over so many decisions without drafts they are forgotten.
+MISTAKE_GAIN, MISTAKE_DECISIONS, MOST_MISTAKES, FORGET_DECISIONS = 0.02, 32, 4.0, 8.0
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
 # that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 256
@@ -223,6 +226,10 @@ class Controller:
     _confirmations: int = 0  # since then
     _least_worth: float = math.inf
     _why_not: DraftLenReason = "acceptance"
+    # How often drafts ended soon, by load; that of those which began last, and decisions since.
+    _mistakes: dict[int, float] = field(default_factory=dict)
+    _began_at: int = 0
+    _decisions: int = 0
     # By how much recent requests differed beyond luck, and what luck explains: see _pooled.
     _spread: float = 0.0
     _luck: float = 0.0
@@ -559,7 +566,8 @@ class Controller:
         ]
         is_steady = is_same and not self._wants_ends
         is_loaded: bool | None = None
-        self._deepest = max(best.draft_lens, default=0)
+        was_drafting, self._deepest = self._deepest > 0, max(best.draft_lens, default=0)
+        self._note_mistakes(load_of(rows), was_drafting=was_drafting)
         if not self._deepest:
             # Nothing corrects it now, and it must not hold for ever.
             self._expected -= self._expected / IDLE_DECISIONS
@@ -581,6 +589,19 @@ class Controller:
         # Fewer rows may soon be still fewer.
         if self.trials is not None and self.trials.is_due(rows) and not (fixed or has_shrunk):
             self._begin_trial(self.trials, states, alphas, longests)
+
+    def _note_mistakes(self, load: int, *, was_drafting: bool) -> None:
+        mistakes = self._mistakes.get(load, 0.0)
+        self._decisions += 1
+        if self._deepest and not was_drafting:
+            self._began_at, self._decisions = load, 0
+        elif was_drafting and load == self._began_at:
+            if self._decisions >= MISTAKE_DECISIONS:
+                self._mistakes[load] = 0.0
+            elif not self._deepest:
+                self._mistakes[load] = min(MOST_MISTAKES, mistakes + 1.0)
+        elif not self._deepest:
+            self._mistakes[load] = mistakes - mistakes / FORGET_DECISIONS
 
     def _begin_trial(
         self,
@@ -625,6 +646,8 @@ class Controller:
     def _try(self, state: Adaptation, draft_len: int) -> None:
         self._usual.append((state, state.draft_len, state.reason))
         state.draft_len, state.reason = draft_len, "measuring"
+        if not draft_len:
+            state.misses = 0  # the text goes on, and what was doubtful is behind it
 
     def _end_trial(self) -> None:
         if self.trials is not None:
@@ -803,7 +826,8 @@ class Controller:
         if not _begins_plainly(rows, fixed):
             return 1.0 / (1.0 - self._catching_up)
         reading = max(self._catching_up, self._share_of_reading(rows))
-        return (1.0 + BATCH_GAIN) / (1.0 - reading)
+        mistakes = self._mistakes.get(load_of(rows), 0.0)
+        return (1.0 + BATCH_GAIN + MISTAKE_GAIN * mistakes) / (1.0 - reading)
 
     def _share_of_reading(self, rows: int) -> float:
         """What a batch of requests like the recent ones takes to let the draft read their prompts,

@@ -77,7 +77,10 @@ def _drafts(draft: StepEngine | None) -> Run:
         return lambda slots, count: None
     if isinstance(draft, ChainingEngine):
         chain = draft.forward_chain
-        return lambda slots, count: chain([Chain(slot, [0], count) for slot in slots])
+        # Where all of a block was accepted the draft catches up: in every other row.
+        return lambda slots, count: chain(
+            [Chain(slot, [0] * (1 + slot % 2), count) for slot in slots]
+        )
     return lambda slots, count: [
         argmax(draft.forward(slots, _zeros(len(slots), 1))[:, 0]) for _ in range(count)
     ]

@@ -7,6 +7,7 @@ is off (it was timed in a bad moment), which changes it alone and slowly.
 So there is a common scale that follows quickly, and each figure follows slowly; not at all while
 step after step is slower than expected, or faster, since then it is the machine. Otherwise the
 figures in use would take a part of every change, and look dear or cheap beside those that are not.
+A draft and the forward behind it have the same moment, so they always tell how they compare.
 
 But what plain steps and those with drafts take beside each other, which decides, shows only where
 one kind follows the other. There the machine is as fast as the steps before said, so the first ones
@@ -32,6 +33,7 @@ __all__ = ["Figures", "StepCosts"]
 
 SCALE_STEP, HOST_STEP = 0.02, 0.02
 PROBE_STEP = 0.15  # probes are rare, and one that reads a prompt takes longer
+READING_STEP = 0.05
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.001, 0.99
@@ -126,7 +128,7 @@ class StepCosts:
         self._first = _Line(figures.first, growth.first)
         self._further = _Line(figures.further, growth.further)
         self._base_context = context
-        self._context = 0.0  # of the last step, beyond that
+        self._context = 0.0  # beyond that
         self._most_rows = len(figures.first) - 1
         self._probe, self._reading = probe, reading
         # What the host takes of a request alone, and of each one among others: the engine takes
@@ -176,6 +178,10 @@ class StepCosts:
     def read_ns(self, tokens: float) -> float:
         return self._scale * self._reading * tokens
 
+    def set_context(self, tokens: float) -> None:
+        """Let the figures be those of so many tokens in each slot, in the mean."""
+        self._context = max(0.0, tokens - self._base_context)
+
     def note_step(
         self,
         rows: int,
@@ -199,11 +205,12 @@ class StepCosts:
         self._was_plain, self._rows = is_plain, rows
         self._steps_of_a_kind += 1
         self._is_same_load &= is_same_load
-        self._context = max(0.0, context - self._base_context)
+        self.set_context(context)
         width = 1 + sum(drafting) / rows
         is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
         is_fresh = self._is_same_load and self._steps_of_a_kind <= FRESH_STEPS
         step: float | None = self._fresh_step
+        pace = verify_ns / self._verify_ns(rows, width)
         if is_fresh:
             moves, alike = self._verify_run.moves(up=is_slower), self._alike
         else:
@@ -221,22 +228,37 @@ class StepCosts:
                 self._keep_order(below + 1, count)
         if not is_fresh:
             self._scale *= _step(SCALE_STEP, up=is_slower)
-        # In the first step with drafts the draft reads what it has missed.
-        if drafting and self._steps_of_a_kind > 1:
-            first, *further = drafting
-            expected = self.draft_ns(first, 1) + sum(self.draft_ns(n, 2) for n in further)
-            is_slower = draft_ns > expected
-            if is_fresh:
-                moves = self._draft_run.moves(up=is_slower)
-            for count in alike(first):
-                self._first.move(count, moves, up=is_slower, step=step)
-            for count in {near for deeper in further for near in alike(deeper)}:
-                self._further.move(count, moves, up=is_slower, step=step)
+        if drafting:
+            self._note_drafts(drafting, draft_ns, pace, is_fresh=is_fresh)
         move = _step(HOST_STEP, up=host_ns > self._host_ns(rows, width))
         if rows == 1:
             self._host_alone = max(LEAST_HOST_NS, self._host_alone * move)
         else:
             self._host = max(LEAST_HOST_NS, self._host * move)
+
+    def _note_drafts(
+        self, drafting: Sequence[int], draft_ns: int, pace: float, *, is_fresh: bool
+    ) -> None:
+        """pace: what the forward behind them took, over its figure."""
+        if self._steps_of_a_kind == 1:
+            return  # the draft has read what it had missed
+        first, *further = drafting
+        expected = self.draft_ns(first, 1) + sum(self.draft_ns(n, 2) for n in further)
+        if is_fresh:
+            is_slower, alike, step = draft_ns > expected, self._alike, self._fresh_step
+            moves = self._draft_run.moves(up=is_slower)
+        else:
+            # The forward had the same moment, whatever the machine does.
+            is_slower, alike, step = draft_ns * self._scale > expected * pace, _only, None
+            moves = 1.0
+        for count in alike(first):
+            self._first.move(count, moves, up=is_slower, step=step)
+        for count in {near for deeper in further for near in alike(deeper)}:
+            self._further.move(count, moves, up=is_slower, step=step)
+
+    def note_reading(self, tokens: int, read_ns: int) -> None:
+        """The draft read so many tokens of a prompt."""
+        self._reading *= _step(READING_STEP, up=read_ns > self.read_ns(tokens))
 
     def _alike(self, rows: int) -> range:
         """About as many rows."""

@@ -497,10 +497,20 @@ class SpeculativeRuntime:
                     and sequence.draft_room() > 0
                     and self._drafter is not None
                 ):
-                    prompt = sequence.ids[: min(sequence.cached_tokens, sequence.prompt_tokens)]
-                    self._drafter.feed(sequence.slot, prompt)
+                    self._feed(self._drafter, sequence)
             except Exception as error:
                 self._go_on_plainly([sequence], error)
+
+    def _feed(self, drafter: Drafter, sequence: Sequence) -> None:
+        """Let the draft read what the target has read of a prompt."""
+        start, lag = self._clock(), drafter.lag(sequence)
+        drafter.feed(
+            sequence.slot,
+            sequence.ids[: min(sequence.cached_tokens, sequence.prompt_tokens)],
+        )
+        tokens = lag - drafter.lag(sequence)
+        if self._costs is not None and tokens:
+            self._costs.note_reading(tokens, self._clock() - start)
 
     def _begin(self, sequence: Sequence, logits: torch.Tensor) -> None:
         """Choose the first token, from the last logits [1, vocab] of the prompt."""
@@ -572,8 +582,7 @@ class SpeculativeRuntime:
             if self._plain_steps >= PLAIN_TRIAL_STEPS:
                 self._next_noted = self._plain_steps + NOTE_EVERY_PLAIN_STEPS
             times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
-            context = sum([row.cached_tokens for row in rows]) / len(rows)
-            self._costs.note_step(len(rows), _drafting(counts), context, *times)
+            self._costs.note_step(len(rows), _drafting(counts), _context(rows), *times)
 
     def _notes(self, has_drafted: bool) -> bool:
         """Count a step. Returns whether what it took is worth to be noted."""
@@ -804,10 +813,12 @@ class SpeculativeRuntime:
         return states
 
     def _choose_draft_lens(self, rows: list[Sequence]) -> None:
-        if self._adaptive is None:
+        if self._adaptive is None or self._costs is None:
             return
         states = self._adapting(rows)
         if states:
+            # Not each step is noted, and requests have come and gone since.
+            self._costs.set_context(_context(rows))
             fixed = [row.draft_room() for row in rows if not row.adapts]
             limit = max(row.load_limit for row in rows if row.adapts)
             self._adaptive.choose(states, limit=limit, fixed=fixed)
@@ -964,6 +975,11 @@ def bursts_of(target: StepEngine, drafter: Drafter | None, max_draft_len: int) -
 def _copying(engine: StepEngine) -> CopyingEngine:
     assert isinstance(engine, CopyingEngine)
     return engine
+
+
+def _context(rows: list[Sequence]) -> float:
+    """How many tokens stand in the slot of a row once its prompt is read, in the mean."""
+    return sum([len(row.ids) for row in rows]) / len(rows)
 
 
 def _drafting(counts: list[int]) -> list[int]:

@@ -20,6 +20,7 @@ __all__ = [
     "TRIAL_STEPS",
     "UNSETTLED_STEPS",
     "Trials",
+    "load_of",
 ]
 
 # With drafts, and plain ones. Behind drafts and wide forwards plain steps become faster for a
@@ -58,7 +59,7 @@ class Trials:
     """Of one runtime. Loads are told apart by powers of two: one request, 2, up to 4, up to 8."""
 
     def __init__(self, max_rows: int) -> None:
-        loads = _load(max_rows) + 1
+        loads = load_of(max_rows) + 1
         self._steps = [0] * loads  # since the last trial
         self._due: list[float] = [FIRST_BLOCKS] * loads  # so many of them, until it is asked
         self._first = [FIRST_TRIALS] * loads  # that may come sooner
@@ -78,9 +79,9 @@ class Trials:
 
     def pass_step(self, rows: int) -> bool:
         """A step of so many rows follows. Returns whether the trial goes on in it."""
-        self._steps[_load(rows)] += 1
+        self._steps[load_of(rows)] += 1
         if self._left == 1 and not self._is_mixed:
-            self._complete(_load(self._rows))
+            self._complete(load_of(self._rows))
         self._left = max(0, self._left - 1)
         if not LEAST_ROWS * self._rows <= rows <= MOST_ROWS * self._rows:
             self._left = 0
@@ -93,11 +94,11 @@ class Trials:
 
     def pass_steps(self, rows: int, steps: int) -> None:
         """So many steps of so many rows were taken, while no trial was on."""
-        self._steps[_load(rows)] += steps
+        self._steps[load_of(rows)] += steps
 
     def is_due(self, rows: int) -> bool:
         """Whether a trial with so many rows may begin."""
-        load = _load(rows)
+        load = load_of(rows)
         return not self.is_on and self._steps[load] >= self._due[load]
 
     def begin(
@@ -117,7 +118,7 @@ class Trials:
         the present way is with drafts. blocks: the most that a request has drafted since it began
         to.
         """
-        load = _load(rows)
+        load = load_of(rows)
         if promise < LEAST_PROMISE:
             return self._put_off(load)
         steps = PLAIN_TRIAL_STEPS if drafts else TRIAL_STEPS
@@ -163,12 +164,13 @@ class Trials:
 
     @property
     def _is_mixed(self) -> bool:
-        tries_drafts = not self._drafts[_load(self._rows)]
+        tries_drafts = not self._drafts[load_of(self._rows)]
         return tries_drafts and self._joined >= LEAST_ROWS * self._rows
 
     def end(self) -> None:
         self._left = 0
 
 
-def _load(rows: int) -> int:
+def load_of(rows: int) -> int:
+    """Of so many running requests: see Trials."""
     return max(0, rows - 1).bit_length()
