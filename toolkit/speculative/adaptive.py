@@ -591,6 +591,7 @@ class Controller:
             self._begin_trial(self.trials, states, alphas, longests)
 
     def _note_mistakes(self, load: int, *, was_drafting: bool) -> None:
+        """Count how often drafts that began at a load ended there soon."""
         mistakes = self._mistakes.get(load, 0.0)
         self._decisions += 1
         if self._deepest and not was_drafting:
