@@ -34,7 +34,11 @@ from toolkit.speculative.bursts import MAX_STEPS
 from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
 from toolkit.speculative.request_state import Sequence
-from toolkit.speculative.runtime import NOTE_EVERY_PLAIN_STEPS, SpeculativeRuntime
+from toolkit.speculative.runtime import (
+    MOST_PLAIN_STEPS_UNNOTED,
+    NOTE_EVERY_PLAIN_STEPS,
+    SpeculativeRuntime,
+)
 from toolkit.speculative.trials import NOTED_STEPS, PLAIN_TRIAL_STEPS, UNSETTLED_STEPS, Trials
 
 ADAPTIVE = AdaptiveSettings(probe_every_tokens=4)
@@ -347,10 +351,13 @@ SETTLED = [*range(UNSETTLED_STEPS + 1, PLAIN_TRIAL_STEPS + 1)]
 
 
 def test_of_plain_steps_those_are_noted_in_which_the_caches_have_settled() -> None:
-    """All of a trial from then on, and later on every sixteenth."""
-    runtime = adaptive(engine(1), engine(99), costs=still(figures(1e6, 1000.0)))
+    """All of a trial from then on, later on every sixteenth, and much later every 64th."""
+    engines = (engine(token, max_seq_len=2048) for token in (1, 99))
+    runtime = adaptive(*engines, costs=still(figures(1e6, 1000.0)))
     later = range(PLAIN_TRIAL_STEPS + NOTE_EVERY_PLAIN_STEPS, 100, NOTE_EVERY_PLAIN_STEPS)
-    assert noted_steps(runtime, requests_of(4, 100)) == [*SETTLED, *later]
+    noted = noted_steps(runtime, requests_of(4, 1500))
+    assert noted[: len(SETTLED) + len(later)] == [*SETTLED, *later]
+    assert noted[-1] - noted[-2] == MOST_PLAIN_STEPS_UNNOTED
 
 
 def test_caches_settle_in_plain_steps_that_read_prompts_too() -> None:

@@ -77,7 +77,7 @@ FIRST_PROBE_TOKENS = 8  # after which a request that begins without drafts is pr
 PROBE_WINDOW_TOKENS = 8.0  # of a probe decide: the text may have changed while nothing was seen
 # Of the time of plain decoding, at most: of a request alone, and of a batch, where each also learns
 # from what the others showed.
-PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.005
+PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.0025
 # That is a batch's share where perfect drafts would gain so much beyond what it begins to draft
 # for. Where they would gain less it falls in proportion, down to so much of it, since costs are not
 # known exactly.
@@ -301,11 +301,6 @@ class Controller:
         self._is_overdue = True
 
     @property
-    def _is_loaded(self) -> bool:
-        """Whether the last decision was that at this load not even perfect drafts would pay."""
-        return not self._deepest and self._why_not == "load"
-
-    @property
     def is_trying(self) -> bool:
         """Whether the next steps are those of a trial."""
         return self.trials is not None and self.trials.is_on
@@ -395,15 +390,15 @@ class Controller:
     def rests(self, rows: int) -> bool:
         """Whether nothing can be due in the next step, of so many rows. If so, it is counted. True
         of most steps: what this looks at is little, since a forward has just filled the caches with
-        something else. Where no drafts would pay at a load, requests that come and go change
-        nothing, while they are about as many, nor for some steps in which they are fewer.
+        something else. Where nothing drafts, requests that come and go change nothing, while they
+        are about as many, nor for some steps in which they are fewer.
         """
         least, most = self._rest_rows
-        if self._rested == self._rest or rows > most:
+        if self._rested >= self._rest or rows > most:
             return False
         if rows >= least:
             self._steps_at_lower_load = 0
-        elif self._is_loaded and self._steps_at_lower_load < AWAIT_STEPS_PLAIN:
+        elif not self._deepest and self._steps_at_lower_load < AWAIT_STEPS_PLAIN:
             self._steps_at_lower_load += 1
         else:
             return False
@@ -430,7 +425,8 @@ class Controller:
         self._steps_until_probe -= 1
         self._save(self._income_ns)
         more = rows - self._rows
-        self._steps_at_lower_load = self._steps_at_lower_load + 1 if more < 0 else 0
+        slack = 0 if self._deepest else int(ROWS_THAT_MATTER * self._rows)
+        self._steps_at_lower_load = self._steps_at_lower_load + 1 if more < -slack else 0
         is_same_load = abs(more) <= ROWS_THAT_MATTER * self._rows
         awaited = AWAIT_STEPS if self._deepest else AWAIT_STEPS_PLAIN
         is_awaited = 0 < self._steps_at_lower_load <= awaited
@@ -445,12 +441,10 @@ class Controller:
             return True  # drafts that begin for a moment are in vain
         if self._is_overdue:
             return False
-        if not more:
-            until_paid = math.ceil(self._lacking_ns() / self._income_ns)
-            until_probe = max(self._steps_until_probe, until_paid)
+        if abs(more) <= slack:
+            until_probe = max(self._steps_until_probe, self._steps_until_paid())
             self._rest = max(0, min(self._steps_until_decision, until_probe) - 1)
-            slack = int(ROWS_THAT_MATTER * rows) if self._is_loaded else 0
-            self._rest_rows = rows - slack, rows + slack
+            self._rest_rows = self._rows - slack, self._rows + slack
         return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:
@@ -462,6 +456,10 @@ class Controller:
     def can_pay_probe(self) -> bool:
         """Whether enough was saved for the probe of a row."""
         return self._lacking_ns() == 0.0
+
+    def _steps_until_paid(self) -> int:
+        """For a probe."""
+        return math.ceil(self._lacking_ns() / self._income_ns)
 
     def _lacking_ns(self) -> float:
         return max(0.0, self.costs.probe_ns(1) - self._saved_ns)
@@ -511,8 +509,13 @@ class Controller:
         decision would have taken, or none if the batch grows. The next one is for all. rows: with
         this one.
         """
-        if self._is_loaded and not self.is_trying:
-            state.draft_len, state.reason = 0, self._why_not  # and the batch rests on
+        if not (self._deepest or self._has_outgrown(rows) or self.is_trying):
+            # The batch rests on, until a probe of this request may be due.
+            state.draft_len, state.reason = 0, self._why_not
+            if state.reason == "acceptance":
+                due = self._rested + state.probe_after
+                self._steps_until_probe = min(self._steps_until_probe, due)
+                self._rest = min(self._rest, max(due, self._rested + self._steps_until_paid()))
             return
         self._wake()
         state.chance = state.acceptance

@@ -83,8 +83,8 @@ IDLE_S = 0.1
 WORTHWHILE_TOKENS, STEPS_WITHOUT_BURST = 8, 16
 # Noting what a step took costs 20 microseconds, and plain decoding has the least of them to spare:
 # for every fourth step it took 0.8 % of the quickstart's time at 4 requests. Those of a trial that
-# have settled are all noted.
-NOTE_EVERY_PLAIN_STEPS = 16
+# have settled are all noted, and the longer there is no other, the fewer.
+NOTE_EVERY_PLAIN_STEPS, NOTE_SHARE_OF_PLAIN_STEPS, MOST_PLAIN_STEPS_UNNOTED = 16, 8, 64
 
 
 class QueueFull(RequestError):
@@ -580,7 +580,9 @@ class SpeculativeRuntime:
         # that failed.
         if self._costs is not None and self._notes(any(counts)) and not chunks and not has_failed:
             if self._plain_steps >= PLAIN_TRIAL_STEPS:
-                self._next_noted = self._plain_steps + NOTE_EVERY_PLAIN_STEPS
+                share = self._plain_steps // NOTE_SHARE_OF_PLAIN_STEPS
+                unnoted = min(max(NOTE_EVERY_PLAIN_STEPS, share), MOST_PLAIN_STEPS_UNNOTED)
+                self._next_noted = self._plain_steps + unnoted
             times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
             self._costs.note_step(len(rows), _drafting(counts), _context(rows), *times)
 
