@@ -20,6 +20,7 @@ from toolkit.speculative.adaptive import (
     DECIDE_EVERY_IDLE_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
+    FIRST_BATCH_GAIN,
     FORGET_DECISIONS,
     GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
@@ -467,24 +468,38 @@ def test_whether_a_draft_would_pay_is_what_the_speeds_say(
     assert (gain > 0.0) == (best > least)
 
 
+def gaining(gain: float) -> Costs:
+    """Drafts that are always accepted gain so much, at one token, whatever the rows: such a step
+    gives twice the tokens.
+    """
+    drafting = 2.0 / (1.0 + gain) * (HOST + 1.0) - HOST
+    return Costs((1.0, drafting, *[9.0] * LONGEST), draft=0.0, per_row=0.0)
+
+
 @pytest.mark.parametrize(("gain", "begins"), [(0.5 * BATCH_GAIN, False), (2 * BATCH_GAIN, True)])
 def test_a_batch_begins_to_draft_for_a_clear_gain_only_and_goes_on_for_less(
     gain: float, begins: bool
 ) -> None:
-    """Two rows whose drafts are always accepted: a step of one draft gives twice the tokens."""
-
-    def decider_of(gain: float) -> Controller:
-        drafting = 2.0 / (1.0 + gain) * (HOST + 1.0) - HOST
-        return controller(Costs((1.0, drafting, *[9.0] * LONGEST), draft=0.0, per_row=0.0))
-
     fresh = [Adaptation(1000.0, 1000.0) for _ in range(2)]
-    assert chosen(decider_of(gain), *fresh) == ([1, 1] if begins else [0, 0])
+    assert chosen(controller(gaining(gain)), *fresh) == ([1, 1] if begins else [0, 0])
     drafting = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
-    assert chosen(decider_of(gain), *drafting) == [1, 1]
+    assert chosen(controller(gaining(gain)), *drafting) == [1, 1]
     losing = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
-    decider = decider_of(0.9 * LEAST_BATCH_GAIN)
+    decider = controller(gaining(0.9 * LEAST_BATCH_GAIN))
     chosen(decider, *losing)
     assert chosen(decider, *losing) == [0, 0]
+
+
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_until_both_ways_were_compared_a_batch_asks_for_more(share: float) -> None:
+    """What was timed before the first request is off by more than what was compared since."""
+    decider = controller(gaining(share * FIRST_BATCH_GAIN), trials=Trials(2))
+    rows = [Adaptation(1000.0, 1000.0) for _ in range(2)]
+    assert chosen(decider, *rows) == ([1, 1] if share > 1.0 else [0, 0])
+    in_a_trial(decider, rows)
+    after_the_trial(decider, rows)
+    fresh = [Adaptation(1000.0, 1000.0) for _ in range(2)]
+    assert chosen(decider, *fresh) == [1, 1]
 
 
 class Computing(Costs):
@@ -1103,17 +1118,12 @@ def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
 
 
 def test_a_load_whose_drafts_ended_soon_has_to_promise_more_until_that_is_forgotten() -> None:
-    """Two rows whose drafts are always accepted, and gain twice what a batch begins for."""
-
-    def costs_of(gain: float) -> Costs:
-        drafting = 2.0 / (1.0 + gain) * (HOST + 1.0) - HOST
-        return Costs((1.0, drafting, *[9.0] * LONGEST), draft=0.0, per_row=0.0)
-
+    """Two rows whose drafts gain twice what a batch begins for."""
     rows = [Adaptation(1000.0, 1000.0) for _ in range(2)]
-    decider = controller(costs_of(2.0 * BATCH_GAIN))
+    decider = controller(gaining(2.0 * BATCH_GAIN))
 
     def decided(gain: float, times: int) -> list[int | None]:
-        decider.costs = costs_of(gain)
+        decider.costs = gaining(gain)
         for _ in range(times):
             lengths = chosen(decider, *rows)
         return lengths

@@ -63,6 +63,7 @@ class Trials:
         self._steps = [0] * loads  # since the last trial
         self._due: list[float] = [FIRST_BLOCKS] * loads  # so many of them, until it is asked
         self._first = [FIRST_TRIALS] * loads  # that may come sooner
+        self._has_compared = [False] * loads
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
         # Of a plain step, the least and the most, at the trials since that began that were not cut
@@ -90,7 +91,11 @@ class Trials:
     def _complete(self, load: int) -> None:
         least, most = self._step_ns[load] or (self._now_ns, self._now_ns)
         self._step_ns[load] = min(least, self._now_ns), max(most, self._now_ns)
-        self._first[load] = 0
+        self._first[load], self._has_compared[load] = 0, True
+
+    def has_compared(self, rows: int) -> bool:
+        """Whether one was completed with about so many rows."""
+        return self._has_compared[load_of(rows)]
 
     def pass_steps(self, rows: int, steps: int) -> None:
         """So many steps of so many rows were taken, while no trial was on."""
