@@ -598,6 +598,16 @@ def test_a_value_of_a_wrong_type_is_reported_at_its_key_with_a_hint(folder: Path
     ]
 
 
+@pytest.mark.parametrize(("schedule", "adds"), [("{1: 4, 12: 0}", True), ("{1: 4, 6: 0}", False)])
+def test_a_limit_beside_a_schedule_is_told_what_the_schedule_lacks(
+    folder: Path, schedule: str, adds: bool
+) -> None:
+    limited = LIMITED.format(4, f"draft_len_schedule: {schedule}, ")
+    (fault,) = faults_of(with_line(folder, "engine:", limited))
+    assert fault.hint is not None
+    assert ("add 9: 0 to draft_len_schedule" in fault.hint) == adds
+
+
 def test_a_rule_is_judged_even_when_other_fields_are_at_fault(folder: Path) -> None:
     file = with_line(folder, "max_seq_len: 640", "max_seq_len: 100, threads: x")
     assert {fault.path for fault in faults_of(file)} >= {"engine.max_seq_len", "engine.threads"}

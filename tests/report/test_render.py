@@ -19,6 +19,7 @@ from toolkit.report.figures import (
     gate_definitions,
     gate_title,
     gates_table,
+    headline,
     next_steps,
     shown,
     tables,
@@ -421,6 +422,21 @@ def test_a_verdict_says_what_it_would_hide(
         f"PASS (rehearsed with stand-ins, {unjudged} of {len(rehearsed.gates)} gates not judged)"
         in printed(rehearsed)
     )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (1.16, 1.52, "Speculation makes this deployment 1.31x faster"),
+        (0.93, 1.81, "does not tell whether speculation makes this deployment faster"),
+    ],
+)
+def test_nothing_is_said_to_be_faster_that_may_be_slower(
+    passing: ValidationReport, low: float, high: float, said: str
+) -> None:
+    assert passing.speedup is not None
+    speedup = replace(passing.speedup, estimate=1.31, low=low, high=high)
+    assert said in headline(replace(passing, speedup=speedup))
 
 
 def test_what_did_not_pass_stands_first(failing: ValidationReport) -> None:

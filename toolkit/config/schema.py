@@ -10,6 +10,7 @@ written here; `load` resolves them against the folder of the YAML.
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -301,10 +302,13 @@ class SpeculationConfig(Section):
     def _load_is_limited_once(cls, max_concurrency: int | None, info: ValidationInfo) -> int | None:
         if max_concurrency is None:
             return None
-        if info.data.get("draft_len_schedule") is not None:
+        schedule = info.data.get("draft_len_schedule")
+        if schedule is not None:
+            ends = next((load for load, length in schedule.items() if length == 0), math.inf)
+            hint = f", and add {max_concurrency + 1}: 0 to draft_len_schedule if you need it"
             raise ValueError(
-                "draft_len_schedule also says when to stop drafting; remove max_concurrency, and"
-                f" add {max_concurrency + 1}: 0 to draft_len_schedule if you need it"
+                "draft_len_schedule also says when to stop drafting; remove max_concurrency"
+                f"{hint if max_concurrency + 1 < ends else ''}"
             )
         if info.data.get("max_draft_len") == "auto":
             raise ValueError(

@@ -131,13 +131,19 @@ def headline(report: ValidationReport) -> str:
     seeded = report.sampled.parity
     same = report.parity.identical + (seeded.identical if seeded else 0)
     compared = report.parity.prompts + (seeded.prompts if seeded else 0)
-    factor = report.speedup.estimate
-    speed = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
     text = f"{same} of {compared} texts are the same, token for token"
-    return (
-        f"Speculation makes this deployment {speed} at temperature 0, one request at a time, and"
-        f" {text}."
-    )
+    return f"{_effect(report.speedup)} at temperature 0, one request at a time, and {text}."
+
+
+def _effect(speedup: Speedup) -> str:
+    factor, low, high = speedup.estimate, speedup.low, speedup.high
+    if low <= 1 <= high:
+        return (
+            "This run does not tell whether speculation makes this deployment faster"
+            f" ({factor:.2f}x, {speedup.confidence:.0%} interval {low:.2f} to {high:.2f})"
+        )
+    speed = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
+    return f"Speculation makes this deployment {speed}"
 
 
 def proviso(report: ValidationReport) -> str:
