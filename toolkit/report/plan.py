@@ -159,11 +159,8 @@ def _speed(prediction: Prediction) -> Table:
     table = Table(box=None, pad_edge=False)
     # Without a known device only the bytes of the weights can be compared. That ratio depends on
     # neither batch nor context, and there is no speed in tokens/s.
-    load, how, titles = (
-        "where weights are all that counts",
-        "plain",
-        ["over plain", "tokens a step"],
-    )
+    load, how = "where weights are all that counts", "plain"
+    titles = ["over plain", "tokens a step"]
     if plain is not None:
         load = f"batch {prediction.batch_size}, {prediction.context_tokens:,} tokens of context"
         how = f"plain, bound by {prediction.bound}"

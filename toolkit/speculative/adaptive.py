@@ -510,7 +510,8 @@ class Controller:
         decision would have taken, or none if the batch grows. The next one is for all. rows: with
         this one.
         """
-        if not (self._deepest or self._has_outgrown(rows) or self.is_trying):
+        is_growing = self._has_outgrown(rows)
+        if not (self._deepest or is_growing or self.is_trying):
             # The batch rests on, until a probe of this request may be due.
             state.draft_len, state.reason = 0, self._why_not
             if state.reason == "acceptance":
@@ -521,7 +522,6 @@ class Controller:
         self._wake()
         state.chance = state.acceptance
         length, worth = 0, self.trust * state.chance
-        is_growing = self._has_outgrown(rows)
         while length < self._deepest and worth >= self._least_worth and not is_growing:
             length, worth = length + 1, worth * state.chance
         self._set(state, length, "load" if is_growing else self._why_not, self._rows)
