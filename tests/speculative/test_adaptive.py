@@ -20,13 +20,10 @@ from toolkit.speculative.adaptive import (
     DECIDE_EVERY_IDLE_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
-    FIRST_BATCH_GAIN,
-    FORGET_DECISIONS,
     GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
     JOINING_STEPS,
     LEAST_BATCH_GAIN,
-    MISTAKE_DECISIONS,
     MOST_CONFIRMATIONS,
     PERFECT_ACCEPTANCE,
     PRIOR_REQUESTS,
@@ -36,8 +33,15 @@ from toolkit.speculative.adaptive import (
     AdaptiveSettings,
     Controller,
 )
+from toolkit.speculative.comparison import ComparedStep, Comparison
 from toolkit.speculative.costs import Figures, StepCosts
-from toolkit.speculative.trials import FIRST_BLOCKS, PLAIN_TRIAL_STEPS, UNSETTLED_STEPS, Trials
+from toolkit.speculative.trials import (
+    FIRST_BLOCKS,
+    PLAIN_TRIAL_STEPS,
+    TRIAL_STEPS,
+    UNSETTLED_STEPS,
+    Trials,
+)
 
 LONGEST = 5
 OUTPUT_TOKENS = 192
@@ -93,10 +97,14 @@ class Measured(Costs):
 
 
 def controller(
-    costs: Costs | None = None, *, trials: Trials | None = None, **changes: float | None
+    costs: Costs | None = None,
+    *,
+    trials: Trials | None = None,
+    comparison: Comparison | None = None,
+    **changes: float | None,
 ) -> Controller:
     settings = AdaptiveSettings(**changes)  # type: ignore[arg-type]
-    return Controller(settings, costs or Costs(), LONGEST, trials)
+    return Controller(settings, costs or Costs(), LONGEST, trials, comparison)
 
 
 def chosen(decider: Controller, *states: Adaptation) -> list[int]:
@@ -370,13 +378,12 @@ def test_a_doubtful_row_ends_its_drafts_at_once() -> None:
     assert state.draft_len == 0
 
 
-def test_one_row_more_or_less_among_many_keeps_the_lengths() -> None:
+def test_one_row_more_or_less_among_many_keeps_the_lengths_and_so_does_growing() -> None:
     decider = controller(Costs(per_row=0.05))
     decider.choose([Adaptation(900.0, 1000.0) for _ in range(16)])
     assert decider.keeps(17)
     assert decider.keeps(14)
-    assert decider.keeps(19)  # it grows
-    assert not decider.keeps(19)
+    assert [decider.keeps(19) for _ in range(JOINING_STEPS + 1)] == [*[True] * JOINING_STEPS, False]
 
 
 def test_a_request_that_ends_is_given_time_for_another_to_follow() -> None:
@@ -385,8 +392,7 @@ def test_a_request_that_ends_is_given_time_for_another_to_follow() -> None:
     decider.choose([Adaptation(900.0, 1000.0) for _ in range(4)])
     assert decider.keeps(3)
     assert decider.keeps(4)
-    assert decider.keeps(5)  # it grows
-    assert not decider.keeps(5)
+    assert [decider.keeps(5) for _ in range(JOINING_STEPS + 1)] == [*[True] * JOINING_STEPS, False]
     decider.choose([Adaptation(900.0, 1000.0) for _ in range(4)])
     assert [decider.keeps(3) for _ in range(AWAIT_STEPS + 1)] == [*[True] * AWAIT_STEPS, False]
 
@@ -461,7 +467,7 @@ def test_whether_a_draft_would_pay_is_what_the_speeds_say(
     speeds = [decider._speed([alpha] * rows, [k] * rows, fixed) for k in range(1, longest + 1)]
     best = max(speeds)
     begins = rows + len(fixed) > 1 and not any(fixed)
-    least = plain * (1.0 + BATCH_GAIN if begins else 1.0)
+    least = plain * (1.0 + LEAST_BATCH_GAIN + BATCH_GAIN if begins else 1.0)
     assume(abs(best - least) > 1e-9 * plain)
     gain = decider._gain(alpha, rows, longest, fixed)
     assert gain == pytest.approx(best / least - 1.0)
@@ -490,16 +496,42 @@ def test_a_batch_begins_to_draft_for_a_clear_gain_only_and_goes_on_for_less(
     assert chosen(decider, *losing) == [0, 0]
 
 
-@pytest.mark.parametrize("share", [0.8, 1.2])
-def test_until_both_ways_were_compared_a_batch_asks_for_more(share: float) -> None:
-    """What was timed before the first request is off by more than what was compared since."""
-    decider = controller(gaining(share * FIRST_BATCH_GAIN), trials=Trials(2))
+class Compared:
+    """Costs that are known well."""
+
+    def pace(self, step: ComparedStep) -> float:
+        return 1.0
+
+    def correct_plain(self, rows: range, factor: float) -> None:
+        assert factor == 1.0
+
+
+class Doubtful(Comparison):
+    def doubt(self, rows: int) -> float:
+        return 0.06
+
+
+@pytest.mark.parametrize(("gain", "begins"), [(0.05, False), (0.08, True)])
+def test_a_batch_begins_to_draft_for_more_than_costs_may_be_off(gain: float, begins: bool) -> None:
+    decider = controller(gaining(gain), comparison=Doubtful(2, Compared()))
     rows = [Adaptation(1000.0, 1000.0) for _ in range(2)]
-    assert chosen(decider, *rows) == ([1, 1] if share > 1.0 else [0, 0])
+    assert chosen(decider, *rows) == ([1, 1] if begins else [0, 0])
+
+
+def test_lengths_stay_until_a_comparison_has_come_to_its_end() -> None:
+    """Drafts would begin behind the trial: then no plain steps would be there to compare with."""
+    decider = controller(gaining(0.0), trials=Trials(2), comparison=Comparison(2, Compared()))
+    rows = [Adaptation(1000.0, 1000.0) for _ in range(2)]
     in_a_trial(decider, rows)
+    for _ in range(TRIAL_STEPS):
+        decider.compare(ComparedStep(2, [2], 0.0, read=0, fed=0, ns=1))
+    decider.costs = gaining(0.5)
     after_the_trial(decider, rows)
-    fresh = [Adaptation(1000.0, 1000.0) for _ in range(2)]
-    assert chosen(decider, *fresh) == [1, 1]
+    assert decider.compares and [state.draft_len for state in rows] == [0, 0]
+    while decider.compares:
+        decider.compare(ComparedStep(2, [], 0.0, read=0, fed=0, ns=1))
+    assert not decider.keeps(2)  # as soon as it has
+    assert chosen(decider, *rows) == [1, 1]
 
 
 class Computing(Costs):
@@ -1115,31 +1147,6 @@ def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
     drafts_before, drafts_after = (2000, 0) if before is SLOW else (0, 4000)
     assert drafting[0] == pytest.approx(drafts_before, abs=100)
     assert drafting[1] == pytest.approx(drafts_after, abs=200)
-
-
-def test_a_load_whose_drafts_ended_soon_has_to_promise_more_until_that_is_forgotten() -> None:
-    """Two rows whose drafts gain twice what a batch begins for."""
-    rows = [Adaptation(1000.0, 1000.0) for _ in range(2)]
-    decider = controller(gaining(2.0 * BATCH_GAIN))
-
-    def decided(gain: float, times: int) -> list[int | None]:
-        decider.costs = gaining(gain)
-        for _ in range(times):
-            lengths = chosen(decider, *rows)
-        return lengths
-
-    soon = MOST_CONFIRMATIONS + 3  # decisions, until one does not stand
-    assert decided(2.0 * BATCH_GAIN, 1) == [1, 1]
-    for _ in range(2):
-        assert decided(-0.1, soon) == [0, 0]
-        begins = decided(2.0 * BATCH_GAIN, 1)
-    assert begins == [0, 0]
-    assert decided(2.0 * BATCH_GAIN, int(2 * FORGET_DECISIONS)) == [1, 1]
-    # Drafts that went on for long were none.
-    long = MISTAKE_DECISIONS * (MOST_CONFIRMATIONS + 1)
-    assert decided(2.0 * BATCH_GAIN, long) == [1, 1]
-    assert decided(-0.1, soon) == [0, 0]
-    assert decided(2.0 * BATCH_GAIN, 1) == [1, 1]
 
 
 def test_what_was_doubtful_before_plain_steps_of_a_trial_is_not_behind_them() -> None:

@@ -31,6 +31,7 @@ from toolkit.speculative.adaptive import (
     Controller,
 )
 from toolkit.speculative.bursts import MAX_STEPS
+from toolkit.speculative.comparison import ComparedStep
 from toolkit.speculative.costs import Figures, StepCosts
 from toolkit.speculative.drafters import ModelDrafter, NgramDrafter
 from toolkit.speculative.request_state import Sequence
@@ -111,7 +112,7 @@ def adaptive(target: TableEngine, draft: TableEngine | None, **options: Any) -> 
 
 def leave_out_trials(runtime: SpeculativeRuntime) -> None:
     assert runtime._adaptive is not None
-    runtime._adaptive.trials = None
+    runtime._adaptive.trials = runtime._adaptive.comparison = None
 
 
 @settings(max_examples=60)
@@ -217,7 +218,7 @@ def test_each_step_of_a_request_alone_is_counted_once(doubts_every: int, draft_s
         stats = serve_one(runtime, make_request(PROMPTS[3], 400, **drawn)).stats
     runtime.close()
     assert len(target.bursts) > 10
-    assert counted + controller._rested == stats.verify_steps
+    assert counted + controller.rest.taken == stats.verify_steps
 
 
 def test_another_length_ends_no_burst() -> None:
@@ -582,6 +583,26 @@ def test_a_figure_that_keeps_itself_from_being_used_is_corrected_by_trials(
         usual = best if has_trials else other
         assert steps[usual] > 0.6 * sum(steps.values())
         assert ("measuring" in steps) <= has_trials
+
+
+def test_what_is_compared_is_all_of_a_step() -> None:
+    """Two requests, and a third whose prompt is read beside the blocks of one of them."""
+    target = PackingTableEngine(1, max_seq_len=512, max_batch_size=2)
+    runtime = adaptive(target, engine(1, max_batch_size=2), costs=still(figures(10.0, 1000.0)))
+    prompt, steps = [1, 2, 3, 1, 2], list[ComparedStep]()
+    requests = [
+        make_request(prompt, length, str(length), temperature=0.0) for length in (9, 60, 50)
+    ]
+    with (
+        mock.patch.object(Controller, "compares", True),
+        mock.patch.object(Controller, "compare", lambda _, step: steps.append(step)),
+    ):
+        outcomes = serve(runtime, requests)
+    assert [step.read for step in steps if step.read] == [len(prompt)]
+    assert [step.fed for step in steps if step.read] == [len(prompt)]
+    drafted = sum(sum(step.drafting) for step in steps)
+    assert drafted == sum(outcome.stats.drafted for outcome in outcomes) > 0
+    assert all(step.ns > 0 and step.rows in (1, 2) for step in steps)
 
 
 def test_lengths_are_chosen_by_what_stands_in_the_slots_now() -> None:

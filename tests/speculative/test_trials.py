@@ -6,8 +6,10 @@ import pytest
 
 from toolkit.speculative.trials import (
     ASK_AGAIN_STEPS,
+    BATCH_SHARE,
     CHANGE_THAT_MATTERS,
     CHANGED_SHARE,
+    DOUBTFUL_PROMISE,
     FIRST_BLOCKS,
     FIRST_TRIALS,
     LEAST_INTERVAL,
@@ -78,7 +80,7 @@ def test_drafts_are_compared_with_plain_steps_soon_after_they_begin() -> None:
     assert trials.begin(64, 0.8, FURTHER, step_ns=STEP_NS, drafts=True, blocks=FIRST_BLOCKS)
     assert take(trials, 64) == PLAIN_TRIAL_STEPS
     begun = steps_until_begun(trials, 64, 0.8, FURTHER, drafts=True, blocks=FIRST_BLOCKS)
-    assert begun == 2 * LOST_PLAIN / TRIAL_SHARE - PLAIN_TRIAL_STEPS
+    assert begun == 2 * LOST_PLAIN / BATCH_SHARE - PLAIN_TRIAL_STEPS
 
 
 def test_a_first_trial_that_was_cut_off_is_made_again_a_few_times() -> None:
@@ -144,7 +146,7 @@ def test_what_is_found_anew_is_confirmed_at_each_speed_of_the_machine() -> None:
         steps_until_begun(trials, 4, 0.8, FURTHER, drafts=drafts, step_ns=step_ns)
         steps = take(trials, 4)
     begun = steps_until_begun(trials, 4, 0.8, FURTHER, drafts=True, step_ns=2.0 * STEP_NS)
-    assert begun + steps == round(LOST_PLAIN / CHANGED_SHARE)
+    assert begun + steps == round(LOST_PLAIN / BATCH_SHARE)
 
 
 def test_a_speed_at_which_a_trial_was_cut_off_is_still_another_one() -> None:
@@ -156,6 +158,25 @@ def test_a_speed_at_which_a_trial_was_cut_off_is_still_another_one() -> None:
         assert begun == pytest.approx(LOST_DRAFTING / CHANGED_SHARE, abs=TRIAL_STEPS)
         cut()
         take(trials, 4)
+
+
+def test_a_request_alone_loses_less_to_trials_than_a_batch_that_drafts() -> None:
+    trials, intervals = Trials(4), []
+    for rows in (1, 4):
+        steps_until_begun(trials, rows, 0.8, FURTHER, drafts=True)
+        steps = take(trials, rows)
+        steps += steps_until_begun(trials, rows, 0.8, FURTHER, drafts=True)
+        intervals.append(steps)
+    assert intervals == [2 * LOST_PLAIN / share for share in (TRIAL_SHARE, BATCH_SHARE)]
+
+
+@pytest.mark.parametrize("promise", [DOUBTFUL_PROMISE, DOUBTFUL_PROMISE - 0.01])
+def test_where_little_is_known_what_may_pay_is_tried_sooner(promise: float) -> None:
+    trials = Trials(4)
+    for _ in range(LEAST_INTERVAL):
+        trials.pass_step(4)
+    begins = trials.begin(4, promise, FURTHER, step_ns=STEP_NS, drafts=False, little_is_known=True)
+    assert begins is (promise == DOUBTFUL_PROMISE)
 
 
 @pytest.mark.parametrize("drafts", [False, True])

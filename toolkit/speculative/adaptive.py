@@ -36,10 +36,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.speculative.trials import LEAST_TOKENS, PLAIN_TRIAL_STEPS, Trials, load_of
+from toolkit.speculative.comparison import ComparedStep, Comparison
+from toolkit.speculative.trials import LEAST_TOKENS, PLAIN_TRIAL_STEPS, Trials
 from toolkit.words import DraftLenReason
 
-__all__ = ["PROBED_ROWS", "PROBE_TOKENS", "Adaptation", "AdaptiveSettings", "Controller", "Costs"]
+__all__ = [
+    "PROBED_ROWS",
+    "PROBE_TOKENS",
+    "Adaptation",
+    "AdaptiveSettings",
+    "Controller",
+    "Costs",
+    "Rest",
+]
 
 # Before the first request has finished. Drafts of pairs that are worth serving do about as well.
 FIRST_ACCEPTANCE = 0.7
@@ -53,17 +62,16 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # Of the speed of one row; below it, lengths stay as they are. To end the drafts of a row has to
 # gain more, since nothing is learned then, and it takes a while until they come back.
 SWITCH_GAIN, END_GAIN = 0.015, 0.02
-# Of the speed of a batch, that drafts have to promise before it begins to draft, until a trial has
-# compared both ways at its load, and then; and while it drafts. All beside the time in which the
-# draft reads the prompts. What was timed before the first request is off by 5 to 10 %.
-FIRST_BATCH_GAIN, BATCH_GAIN, LEAST_BATCH_GAIN, MOST_READING = 0.08, 0.03, 0.01, 0.9
-# It has to promise so much more for each time that drafts at this load ended within so many
-# decisions, not counting those that only confirmed one: what just does not pay seems to, now and
-# then. So many times count at most, and over so many decisions without drafts they are forgotten.
-MISTAKE_GAIN, MISTAKE_DECISIONS, MOST_MISTAKES, FORGET_DECISIONS = 0.02, 32, 4.0, 8.0
-# A decision costs 50 microseconds and more, and a step of a small model a millisecond. So decisions
-# that change nothing come at longer intervals. Where nothing is drafted, nothing is learned.
-DECIDE_EVERY_STEPS, DECIDE_EVERY_STEADY_STEPS, DECIDE_EVERY_IDLE_STEPS = 4, 8, 256
+# Of the speed of a batch, beside the time in which the draft reads the prompts: drafts that go on
+# have to promise the first, and those that begin as much more as costs may be off, which is the
+# second where they are not compared.
+LEAST_BATCH_GAIN, BATCH_GAIN, MOST_READING = 0.01, 0.02, 0.9
+# A decision costs 50 microseconds and more, and a step of a small model a millisecond; of a batch
+# each takes longer in proportion to its rows, but in a batch the text of one request matters less.
+# Decisions that change nothing come at longer intervals. Where nothing is drafted, nothing is
+# learned.
+DECIDE_EVERY_STEPS, DECIDE_EVERY_STEPS_OF_BATCH, STEADY_FACTOR = 4, 16, 2
+DECIDE_EVERY_IDLE_STEPS = 256
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # A request that ends is often followed by another, and then nothing has changed: so many steps. A
 # batch that does not draft begins anew with few rows, which would draft in vain: then more steps.
@@ -178,6 +186,28 @@ class Adaptation:
 
 
 @dataclass(slots=True)
+class Rest:
+    """Steps in which nothing can be due: how many, of which so many were taken, which no other
+    count has yet; and of how many rows. As small as it can be, since most steps look at nothing
+    else, and a forward has just filled the caches with something else.
+    """
+
+    steps: int = 0
+    taken: int = 0
+    least_rows: int = 0
+    most_rows: int = 0
+    at_lower_load: int = 0  # steps of fewer rows, one behind another
+
+    def take(self, rows: int) -> bool:
+        """Whether the next step, of so many rows, is one of them. If so, it is counted."""
+        if self.taken < self.steps and self.least_rows <= rows <= self.most_rows:
+            self.taken += 1
+            self.at_lower_load = 0
+            return True
+        return False
+
+
+@dataclass(slots=True)
 class _Plan:
     """draft_lens: one per row. tokens_per_ns: of the whole batch."""
 
@@ -191,27 +221,25 @@ class Controller:
     `begin`, which reads, may be called from elsewhere.
 
     max_draft_len: the longest block that the engines can verify. trials: when the way of decoding
-    that is not used is tried; None: never.
+    that is not used is tried; None: never. comparison: what they show of batches; None: costs are
+    known well.
     """
 
     settings: AdaptiveSettings
     costs: Costs
     max_draft_len: int
     trials: Trials | None = None
+    comparison: Comparison | None = None
     expected_acceptance: float = FIRST_ACCEPTANCE  # of a new request
+    _forgotten: float = field(init=False)  # of what is known, by a draft token
     _finished: int = 0
     _finished_spread: float = 0.0  # of finished requests' acceptance, beyond luck
     _steps_until_decision: int = 0
     _is_overdue: bool = False  # even where rows that draft await more of them
-    _steps_at_lower_load: int = 0
     _steps_since_more: int = 0  # rows than in the step before
     _last_rows: int = 0
     _decide_every: int = DECIDE_EVERY_STEPS
-    # Steps in which nothing can be due, and those of them that were taken, which no other count has
-    # yet; and of how many rows.
-    _rest: int = 0
-    _rested: int = 0
-    _rest_rows: tuple[int, int] = (0, 0)
+    rest: Rest = field(default_factory=Rest)
     _steps_until_probe: int = 0
     # For probes: what was saved, what each step adds, and the most.
     _saved_ns: float = math.inf
@@ -227,10 +255,6 @@ class Controller:
     _confirmations: int = 0  # since then
     _least_worth: float = math.inf
     _why_not: DraftLenReason = "acceptance"
-    # How often drafts ended soon, by load; that of those which began last, and decisions since.
-    _mistakes: dict[int, float] = field(default_factory=dict)
-    _began_at: int = 0
-    _decisions: int = 0
     # By how much recent requests differed beyond luck, and what luck explains: see _pooled.
     _spread: float = 0.0
     _luck: float = 0.0
@@ -248,6 +272,9 @@ class Controller:
     _catching_up: float = 0.0
     # What rows that are in a trial have usually.
     _usual: list[tuple[Adaptation, int | None, DraftLenReason]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._forgotten = 1.0 / self.settings.window_tokens
 
     @property
     def trust(self) -> float:
@@ -306,14 +333,24 @@ class Controller:
         """Whether the next steps are those of a trial."""
         return self.trials is not None and self.trials.is_on
 
+    @property
+    def compares(self) -> bool:
+        """Whether the step that is taken is one of those that `compare` asks for."""
+        return self.comparison is not None and self.comparison.is_on
+
     # What a step showed.
+
+    def compare(self, step: ComparedStep) -> None:
+        """A step was taken, in a trial or behind one."""
+        if self.comparison is not None and self.comparison.note(step):
+            self.reconsider()
 
     def note_block(self, state: Adaptation, drafted: int, accepted: int) -> None:
         """A block was verified. The first rejected token is the last one that was tried."""
-        if not state.misses:
+        if not (accepted or state.misses):
             state.before_misses = min(state.acceptance, PERFECT_ACCEPTANCE)
         tried = accepted + 1 if accepted < drafted else drafted
-        kept = 1.0 - min(1.0, tried / self.settings.window_tokens)
+        kept = max(0.0, 1.0 - tried * self._forgotten)
         state.hits = state.hits * kept + accepted
         state.trials = state.trials * kept + tried
         state.total_hits += accepted
@@ -322,6 +359,8 @@ class Controller:
         self._expected += _length(state.chance, drafted) - 1.0 - self._expected / TRUST_BLOCKS
         self._accepted += accepted - self._accepted / TRUST_BLOCKS
         state.plain_tokens = 0
+        if accepted and not state.misses:
+            return  # what nearly all blocks are
         was_doubtful = state.is_doubtful
         state.misses = 0 if accepted else state.misses + 1
         if state.is_doubtful and not was_doubtful:
@@ -381,7 +420,7 @@ class Controller:
         """
         seen = state.plain_tokens + tokens + PROBE_TOKENS
         # Steps that rest are saved for later.
-        is_paid_soon = self._lacking_ns() <= (self._rested + PROBE_TOKENS) * self._income_ns
+        is_paid_soon = self._lacking_ns() <= (self.rest.taken + PROBE_TOKENS) * self._income_ns
         return seen >= state.probe_after and is_paid_soon and state.reason == "acceptance"
 
     def is_due_soon(self, state: Adaptation) -> bool:
@@ -389,26 +428,25 @@ class Controller:
         return 2 * state.plain_tokens >= state.probe_after and state.reason == "acceptance"
 
     def rests(self, rows: int) -> bool:
-        """Whether nothing can be due in the next step, of so many rows. If so, it is counted. True
-        of most steps: what this looks at is little, since a forward has just filled the caches with
-        something else. Where nothing drafts, requests that come and go change nothing, while they
-        are about as many, nor for some steps in which they are fewer.
+        """Whether nothing can be due in the next step, of so many rows. If so, it is counted. Where
+        nothing drafts, requests that come and go change nothing, while they are about as many, nor
+        for some steps in which they are fewer.
         """
-        least, most = self._rest_rows
-        if self._rested >= self._rest or rows > most:
+        rest = self.rest
+        if rest.take(rows):
+            return True
+        if self._deepest or rest.taken >= rest.steps or rows > rest.most_rows:
             return False
-        if rows >= least:
-            self._steps_at_lower_load = 0
-        elif not self._deepest and self._steps_at_lower_load < AWAIT_STEPS_PLAIN:
-            self._steps_at_lower_load += 1
-        else:
+        if rest.at_lower_load >= AWAIT_STEPS_PLAIN:
             return False
-        self._rested += 1
+        rest.at_lower_load += 1
+        rest.taken += 1
         return True
 
     def _wake(self) -> None:
         """Let `rests` say no for the next step, and count those in which nothing was due."""
-        steps, self._rest, self._rested = self._rested, 0, 0
+        rest, steps = self.rest, self.rest.taken
+        rest.steps = rest.taken = 0
         if steps:
             self._steps_until_decision -= steps
             self._steps_until_probe -= steps
@@ -427,10 +465,10 @@ class Controller:
         self._save(self._income_ns)
         more = rows - self._rows
         slack = 0 if self._deepest else int(ROWS_THAT_MATTER * self._rows)
-        self._steps_at_lower_load = self._steps_at_lower_load + 1 if more < -slack else 0
+        self.rest.at_lower_load = self.rest.at_lower_load + 1 if more < -slack else 0
         is_same_load = abs(more) <= ROWS_THAT_MATTER * self._rows
         awaited = AWAIT_STEPS if self._deepest else AWAIT_STEPS_PLAIN
-        is_awaited = 0 < self._steps_at_lower_load <= awaited
+        is_awaited = 0 < self.rest.at_lower_load <= awaited
         self._steps_since_more = 0 if rows > self._last_rows else self._steps_since_more + 1
         self._last_rows = rows
         is_growing = more > 0 and rows > 1 and self._steps_since_more < JOINING_STEPS
@@ -444,8 +482,9 @@ class Controller:
             return False
         if abs(more) <= slack:
             until_probe = max(self._steps_until_probe, self._steps_until_paid())
-            self._rest = max(0, min(self._steps_until_decision, until_probe) - 1)
-            self._rest_rows = self._rows - slack, self._rows + slack
+            rest = self.rest
+            rest.steps = max(0, min(self._steps_until_decision, until_probe) - 1)
+            rest.least_rows, rest.most_rows = self._rows - slack, self._rows + slack
         return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
 
     def may_probe(self) -> bool:
@@ -515,9 +554,10 @@ class Controller:
             # The batch rests on, until a probe of this request may be due.
             state.draft_len, state.reason = 0, self._why_not
             if state.reason == "acceptance":
-                due = self._rested + state.probe_after
+                rest = self.rest
+                due = rest.taken + state.probe_after
                 self._steps_until_probe = min(self._steps_until_probe, due)
-                self._rest = min(self._rest, max(due, self._rested + self._steps_until_paid()))
+                rest.steps = min(rest.steps, max(due, rest.taken + self._steps_until_paid()))
             return
         self._wake()
         state.chance = state.acceptance
@@ -551,7 +591,8 @@ class Controller:
         self._catching_up = self._share_of_catching_up(states, rows)
         for state, alpha in zip(states, alphas, strict=True):
             state.chance = alpha
-        if self._stands(states, longest) and rows == self._rows and not fixed:
+        is_held = self.compares and all(state.draft_len is not None for state in states)
+        if is_held or (self._stands(states, longest) and rows == self._rows and not fixed):
             self._confirmations += 1
             self._wait(states, is_steady=True)
             return
@@ -570,8 +611,7 @@ class Controller:
         ]
         is_steady = is_same and not self._wants_ends
         is_loaded: bool | None = None
-        was_drafting, self._deepest = self._deepest > 0, max(best.draft_lens, default=0)
-        self._note_mistakes(load_of(rows), was_drafting=was_drafting)
+        self._deepest = max(best.draft_lens, default=0)
         if not self._deepest:
             # Nothing corrects it now, and it must not hold for ever.
             self._expected -= self._expected / IDLE_DECISIONS
@@ -591,22 +631,9 @@ class Controller:
             self._set(state, length, self._why_not, rows)
         self._wait(states, is_steady=is_steady)
         # Fewer rows may soon be still fewer.
-        if self.trials is not None and self.trials.is_due(rows) and not (fixed or has_shrunk):
+        is_possible = not (fixed or has_shrunk or self.compares)
+        if self.trials is not None and is_possible and self.trials.is_due(rows):
             self._begin_trial(self.trials, states, alphas, longests)
-
-    def _note_mistakes(self, load: int, *, was_drafting: bool) -> None:
-        """Count how often drafts that began at a load ended there soon."""
-        mistakes = self._mistakes.get(load, 0.0)
-        self._decisions += 1
-        if self._deepest and not was_drafting:
-            self._began_at, self._decisions = load, 0
-        elif was_drafting and load == self._began_at:
-            if self._decisions >= MISTAKE_DECISIONS:
-                self._mistakes[load] = 0.0
-            elif not self._deepest:
-                self._mistakes[load] = min(MOST_MISTAKES, mistakes + 1.0)
-        elif not self._deepest:
-            self._mistakes[load] = mistakes - mistakes / FORGET_DECISIONS
 
     def _begin_trial(
         self,
@@ -644,9 +671,12 @@ class Controller:
             step_ns=step_ns,
             drafts=any(usual),
             blocks=blocks,
+            little_is_known=self.comparison is not None and not self.comparison.is_known(rows),
         ):
             for state in states:
                 self._try(state, other)
+            if self.comparison is not None and rows > 1:
+                self.comparison.begin(rows)
 
     def _try(self, state: Adaptation, draft_len: int) -> None:
         self._usual.append((state, state.draft_len, state.reason))
@@ -657,6 +687,8 @@ class Controller:
     def _end_trial(self) -> None:
         if self.trials is not None:
             self.trials.end()
+        if self.comparison is not None and self._usual:
+            self.comparison.end_trial()
         for state, draft_len, reason in self._usual:
             state.draft_len, state.reason = draft_len, reason
         self._usual.clear()
@@ -684,17 +716,17 @@ class Controller:
         if present == best.draft_lens:  # nothing to settle, and to compare takes time
             self._wants_ends = False
             return best
+        rows = len(states) + len(fixed)
         kept_speed = self._speed(alphas, present, fixed)
         ending = [
             state
             for state, old, new in zip(states, present, best.draft_lens, strict=True)
             if old > 0 == new
         ]
-        rows = len(states) + len(fixed)
-        gain = (SWITCH_GAIN + END_GAIN * len(ending)) / rows
+        least = 1.0 + (SWITCH_GAIN + END_GAIN * len(ending)) / rows
         if _begins_plainly(rows, fixed) and not any(best.draft_lens):
-            gain = -self._share_of_reading(rows) - LEAST_BATCH_GAIN
-        is_worth_it = best.tokens_per_ns >= kept_speed * (1.0 + gain)
+            least = 1.0 - self._share_of_reading(rows) - LEAST_BATCH_GAIN
+        is_worth_it = best.tokens_per_ns >= kept_speed * least
         wanted_ends = self._wants_ends
         has_shown_enough = has_grown or all(state.is_doubtful for state in ending)
         self._wants_ends = is_worth_it and not has_shown_enough
@@ -718,11 +750,12 @@ class Controller:
 
     def _wait(self, states: Sequence[Adaptation], *, is_steady: bool) -> None:
         """Until the next decision, and the next probe."""
-        most, factor = DECIDE_EVERY_STEADY_STEPS, 2
+        every = DECIDE_EVERY_STEPS if self._rows == 1 else DECIDE_EVERY_STEPS_OF_BATCH
+        most, factor = STEADY_FACTOR * every, STEADY_FACTOR
         if not self._deepest:
             most, factor = DECIDE_EVERY_IDLE_STEPS, 4
         longer = min(factor * self._decide_every, most)
-        self._decide_every = longer if is_steady else DECIDE_EVERY_STEPS
+        self._decide_every = longer if is_steady else every
         self._steps_until_decision, self._is_overdue = self._decide_every, False
         self._income_ns = self._saved_share(self._rows) * self.costs.step_ns(self._rows, 1)
         self._purse_ns = PURSE_PROBES * self.costs.probe_ns(min(self._rows, PROBED_ROWS))
@@ -831,10 +864,8 @@ class Controller:
         if not _begins_plainly(rows, fixed):
             return 1.0 / (1.0 - self._catching_up)
         reading = max(self._catching_up, self._share_of_reading(rows))
-        mistakes = self._mistakes.get(load_of(rows), 0.0)
-        is_known = self.trials is None or self.trials.has_compared(rows)
-        gain = BATCH_GAIN if is_known else FIRST_BATCH_GAIN
-        return (1.0 + gain + MISTAKE_GAIN * mistakes) / (1.0 - reading)
+        doubt = BATCH_GAIN if self.comparison is None else self.comparison.doubt(rows)
+        return (1.0 + LEAST_BATCH_GAIN + doubt) / (1.0 - reading)
 
     def _share_of_reading(self, rows: int) -> float:
         """What a batch of requests like the recent ones takes to let the draft read their prompts,

@@ -12,7 +12,7 @@ A draft and the forward behind it have the same moment, so they always tell how 
 But what plain steps and those with drafts take beside each other, which decides, shows only where
 one kind follows the other. There the machine is as fast as the steps before said, so the first ones
 of the other kind correct their figures, and not the scale; unless the load is another, too, since
-then what the steps before said was of other figures.
+then what the steps before said was of other figures. Of batches more is compared: `comparison`.
 
 A figure follows the median of what is measured, not the mean, because a step that is preempted
 takes ten times as long and says nothing: whether a step took longer or shorter than expected moves
@@ -29,7 +29,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Figures", "StepCosts"]
+from toolkit.speculative.comparison import ComparedStep
+
+__all__ = ["FRESH_STEPS", "Figures", "StepCosts"]
 
 SCALE_STEP, HOST_STEP = 0.02, 0.02
 PROBE_STEP = 0.15  # probes are rare, and one that reads a prompt takes longer
@@ -84,7 +86,10 @@ class _Line:
         self._factors[rows] *= _step(step * share, up=up)
 
     def set(self, rows: int, context: float, figure: float) -> None:
-        self._factors[rows] *= figure / self.at(rows, context)
+        self.multiply(rows, figure / self.at(rows, context))
+
+    def multiply(self, rows: int, factor: float) -> None:
+        self._factors[rows] *= factor
 
 
 @dataclass(slots=True)
@@ -153,6 +158,27 @@ class StepCosts:
 
     def step_ns(self, rows: int, width: float) -> float:
         return self._scale * self._verify_ns(rows, width) + self._host_ns(rows, width)
+
+    def pace(self, step: ComparedStep) -> float:
+        """What a step took over what its figures say, in which the machine's speed counts as one.
+        Tokens of prompts are taken to cost what as many more in its blocks would.
+        """
+        rows, drafting = step.rows, step.drafting
+        self.set_context(step.context)
+        width = 1 + sum(drafting) / rows
+        per_token = (self._verify_ns(rows, 2.0) - self._verify_ns(rows, 1.0)) / rows
+        figures = self._verify_ns(rows, width) + step.read * per_token + step.fed * self._reading
+        figures += (
+            sum(self.draft_ns(count, depth) for depth, count in enumerate(drafting, 1))
+            / self._scale
+        )
+        return (step.ns - self._host_ns(rows, width)) / figures
+
+    def correct_plain(self, rows: range, factor: float) -> None:
+        """Let plain steps of so many rows take so many times what they are said to take."""
+        for count in rows:
+            self._verify[1].multiply(count, factor)
+            self._keep_order(1, count)
 
     def _host_ns(self, rows: int, width: float) -> float:
         drafts = min(1.0, width - 1.0) * HOST_SHARE_OF_DRAFTS

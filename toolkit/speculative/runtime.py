@@ -48,10 +48,12 @@ from toolkit.speculative.adaptive import (
     Adaptation,
     AdaptiveSettings,
     Controller,
+    Rest,
 )
 from toolkit.speculative.bursts import MAX_NS, Bursts, BurstStep
+from toolkit.speculative.comparison import ComparedStep, Comparison
 from toolkit.speculative.cost_timer import measured_costs
-from toolkit.speculative.costs import StepCosts
+from toolkit.speculative.costs import FRESH_STEPS, StepCosts
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
 from toolkit.speculative.load_schedule import LoadSchedule
@@ -83,8 +85,10 @@ IDLE_S = 0.1
 WORTHWHILE_TOKENS, STEPS_WITHOUT_BURST = 8, 16
 # Noting what a step took costs 20 microseconds, and plain decoding has the least of them to spare:
 # for every fourth step it took 0.8 % of the quickstart's time at 4 requests. Those of a trial that
-# have settled are all noted, and the longer there is no other, the fewer.
+# have settled are all noted, and the longer there is no other, the fewer. Of a batch that drafts
+# the first ones are, and then every fourth.
 NOTE_EVERY_PLAIN_STEPS, NOTE_SHARE_OF_PLAIN_STEPS, MOST_PLAIN_STEPS_UNNOTED = 16, 8, 64
+NOTE_EVERY_DRAFTING_STEPS = 4
 
 
 class QueueFull(RequestError):
@@ -153,8 +157,10 @@ class SpeculativeRuntime:
         self._rules = rules
         self._clock = clock
         self._adaptive: Controller | None = None
+        self._rest = Rest()  # the controller's
         self._costs = costs
-        # Since the last step with drafts, and from how many on one is noted.
+        # Since the last step of the other kind, and from how many plain ones on one is noted.
+        self._drafting_steps = 0
         self._plain_steps, self._next_noted = 0, UNSETTLED_STEPS + 1
         # Whether the last step of a burst has asked what the next step, of its row, does.
         self._has_asked = False
@@ -167,7 +173,9 @@ class SpeculativeRuntime:
                 self._costs,
                 self._max_draft_len,
                 trials=Trials(target.max_batch_size),
+                comparison=Comparison(target.max_batch_size, self._costs),
             )
+            self._rest = self._adaptive.rest
 
         schedule = settings.draft_len_schedule
         self._schedule = LoadSchedule(schedule) if schedule else None
@@ -187,6 +195,7 @@ class SpeculativeRuntime:
         self._slots = [Slot(number) for number in range(target.max_batch_size)]
         self._free = set(range(target.max_batch_size))
         self._uses = 0  # of slots
+        self._began_ns = self._fed = 0  # of a step: when it began, and prompt tokens for the draft
         # A drafter without an engine has no cache, and nothing to copy.
         engines = (target,) if draft is None or drafter is not None else (target, draft)
         self._copies = all(isinstance(engine, CopyingEngine) for engine in engines)
@@ -333,6 +342,7 @@ class SpeculativeRuntime:
     def step(self) -> bool:
         """One iteration. False if there was nothing to do."""
         with self._stepping:
+            self._began_ns, self._fed = self._clock(), 0
             self._end_overdue()
             if self._waiting:
                 self._admit()
@@ -509,6 +519,7 @@ class SpeculativeRuntime:
             sequence.ids[: min(sequence.cached_tokens, sequence.prompt_tokens)],
         )
         tokens = lag - drafter.lag(sequence)
+        self._fed += tokens
         if self._costs is not None and tokens:
             self._costs.note_reading(tokens, self._clock() - start)
 
@@ -578,19 +589,44 @@ class SpeculativeRuntime:
             self._read(read, first_logits)
         # A forward that read prompts, too, says nothing about the cost of a step, nor does a draft
         # that failed.
-        if self._costs is not None and self._notes(any(counts)) and not chunks and not has_failed:
+        if (
+            self._costs is not None
+            and self._notes(any(counts), len(rows))
+            and not chunks
+            and not has_failed
+        ):
             if self._plain_steps >= PLAIN_TRIAL_STEPS:
                 share = self._plain_steps // NOTE_SHARE_OF_PLAIN_STEPS
                 unnoted = min(max(NOTE_EVERY_PLAIN_STEPS, share), MOST_PLAIN_STEPS_UNNOTED)
                 self._next_noted = self._plain_steps + unnoted
             times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
             self._costs.note_step(len(rows), _drafting(counts), _context(rows), *times)
+        if self._adaptive is not None and self._adaptive.compares and not has_failed:
+            self._compare(rows, counts, read)
 
-    def _notes(self, has_drafted: bool) -> bool:
+    def _compare(self, rows: list[Sequence], counts: list[int], read: list[Chunk]) -> None:
+        """A step of a trial, or behind one, was taken. counts: of the drafts of each row. read:
+        prompts, in the same forward.
+        """
+        assert self._adaptive is not None
+        step = ComparedStep(
+            len(rows),
+            _drafting(counts),
+            _context(rows),
+            read=sum(len(chunk.tokens) for chunk in read),
+            fed=self._fed,
+            ns=self._clock() - self._began_ns,
+        )
+        self._adaptive.compare(step)
+
+    def _notes(self, has_drafted: bool, rows: int) -> bool:
         """Count a step. Returns whether what it took is worth to be noted."""
         if has_drafted:
+            self._drafting_steps += 1
             self._plain_steps, self._next_noted = 0, UNSETTLED_STEPS + 1
-            return True
+            is_fresh = rows == 1 or self._drafting_steps <= FRESH_STEPS
+            return is_fresh or self._drafting_steps % NOTE_EVERY_DRAFTING_STEPS == 0
+        self._drafting_steps = 0
         self._plain_steps += 1
         return self._plain_steps >= self._next_noted
 
@@ -752,7 +788,7 @@ class SpeculativeRuntime:
             controller.note_block(state, count, step.accepted)
             row.noted_tokens = len(row.ids)
             row.target_chances.clear()
-        if self._notes(count > 0):
+        if self._notes(count > 0, 1):
             times = (step.draft_ns, step.verify_ns, 0)
             self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
         self._has_asked = row.finish_reason is None
@@ -794,7 +830,7 @@ class SpeculativeRuntime:
             return
         if self._has_asked and len(rows) == 1:
             self._has_asked = False
-        elif self._adaptive.rests(len(rows)):
+        elif self._rest.take(len(rows)) or self._adaptive.rests(len(rows)):
             return
         elif not self._adaptive.keeps(len(rows)):
             self._choose_draft_lens(rows)

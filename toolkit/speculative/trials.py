@@ -3,8 +3,8 @@
 The steps that are taken correct their own figures, and the scale that all of them share follows the
 machine (`costs`). So a figure that was timed in a bad moment stays as it is if it keeps itself from
 being used: a batch drafts though that loses, or decodes plainly though drafts would pay. Therefore
-a few steps are now and then taken the other way, and what they take beside those before them
-corrects their figures.
+a few steps are now and then taken the other way. What they take beside those before them corrects
+their figures, and in a batch what they take beside those behind them is compared (`comparison`).
 
 Pure, and only of Python's standard library.
 """
@@ -28,8 +28,8 @@ __all__ = [
 # nothing. Where a model just fits into them, the first step of 4 requests takes 1.4 to 1.7 times
 # what settled ones do, the eighth 1.1 times, the fifteenth 1.0 to 1.05 times (Zen 4, INT8
 # quickstart).
-TRIAL_STEPS, PLAIN_TRIAL_STEPS = 16, 32
-NOTED_STEPS = 8
+TRIAL_STEPS, PLAIN_TRIAL_STEPS = 16, 40
+NOTED_STEPS = 16
 UNSETTLED_STEPS = PLAIN_TRIAL_STEPS - NOTED_STEPS
 SETTLING_LOSS = 3.0  # what unsettled steps take together beyond what settled ones do, in steps
 LEAST_INTERVAL = 128  # steps at a load before a trial, at least
@@ -37,6 +37,9 @@ LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 # is known of plain steps may be what was timed before the first request, and the draft has read the
 # texts. If requests come or leave meanwhile, so many are made.
 FIRST_BLOCKS, FIRST_TRIALS = 8, 3
+# Where little is known of what both ways take beside each other, from this promise on a trial comes
+# sooner.
+DOUBTFUL_PROMISE = 0.9
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
 # Of the time, at most, that trials lose, but for the first, and the first behind drafts that began.
 # It has passed before they begin.
@@ -45,6 +48,9 @@ TRIAL_SHARE = 0.0025
 # began, the machine is another, and what the two ways take beside each other may be: they may lose
 # more. A machine that keeps changing between two speeds is so until each was tried.
 CHANGE_THAT_MATTERS, CHANGED_SHARE = 0.2, 0.005
+# While a batch drafts, what its steps take is not to be told from the machine's speed: that they
+# still gain has to be looked at, for more of the time, which they gain where they do.
+BATCH_SHARE = 0.01
 MOST_BACKOFF = 16  # the interval doubles with each trial that changes nothing, up to so many times
 # What is expected to be slower than this is not tried: no figure is so far off. Nor are drafts with
 # which a step gives fewer tokens than that per row. Drafts that lost a fifth while the weights were
@@ -63,7 +69,6 @@ class Trials:
         self._steps = [0] * loads  # since the last trial
         self._due: list[float] = [FIRST_BLOCKS] * loads  # so many of them, until it is asked
         self._first = [FIRST_TRIALS] * loads  # that may come sooner
-        self._has_compared = [False] * loads
         self._backoff = [1] * loads
         self._drafts: list[bool | None] = [None] * loads  # what is usual
         # Of a plain step, the least and the most, at the trials since that began that were not cut
@@ -91,11 +96,7 @@ class Trials:
     def _complete(self, load: int) -> None:
         least, most = self._step_ns[load] or (self._now_ns, self._now_ns)
         self._step_ns[load] = min(least, self._now_ns), max(most, self._now_ns)
-        self._first[load], self._has_compared[load] = 0, True
-
-    def has_compared(self, rows: int) -> bool:
-        """Whether one was completed with about so many rows."""
-        return self._has_compared[load_of(rows)]
+        self._first[load] = 0
 
     def pass_steps(self, rows: int, steps: int) -> None:
         """So many steps of so many rows were taken, while no trial was on."""
@@ -115,13 +116,14 @@ class Trials:
         step_ns: float,
         drafts: bool,
         blocks: int = 0,
+        little_is_known: bool = False,
     ) -> bool:
         """Begin one with the next step, unless that would cost too much, or too much for now.
 
         promise: the expected speed over that of the present way. further_steps: how many steps
         what has to be read for it, or after it, takes. step_ns: of a plain step. drafts: whether
         the present way is with drafts. blocks: the most that a request has drafted since it began
-        to.
+        to. little_is_known: of what both ways take beside each other.
         """
         load = load_of(rows)
         if promise < LEAST_PROMISE:
@@ -137,8 +139,12 @@ class Trials:
         is_settled = is_usual and not has_changed
         backoff = min(MOST_BACKOFF, 2 * self._backoff[load]) if is_settled else 1
         share = CHANGED_SHARE if has_changed else TRIAL_SHARE
+        if drafts and rows > 1:
+            share = BATCH_SHARE
         interval = backoff * max(LEAST_INTERVAL, round(lost / share))
         if drafts and self._drafts[load] is False:  # they began on what one trial showed, or none
+            interval = min(interval, LEAST_INTERVAL)
+        if little_is_known and promise >= DOUBTFUL_PROMISE:
             interval = min(interval, LEAST_INTERVAL)
         may_come_sooner = drafts and self._first[load] > 0
         if may_come_sooner:
