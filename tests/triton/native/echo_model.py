@@ -57,6 +57,10 @@ class TritonPythonModel:
             while not sender.is_cancelled():
                 time.sleep(0.005)
             self._open.set(0)
+        while "flood" in wish and not sender.is_cancelled():  # so many chunks at a time
+            for _ in range(wish["flood"]):
+                sender.send(self._response(""))
+            time.sleep(0.001)
         for number in range(wish.get("chunks", 0)):
             sender.send(self._response(f"{number}"))
         seen = {

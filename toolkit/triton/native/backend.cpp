@@ -32,6 +32,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -49,6 +50,9 @@ namespace {
 constexpr int kWorkerSocket = 3;  // the worker's file descriptor; wire.py has the same number
 constexpr auto kWatchPeriod = std::chrono::milliseconds(20);
 constexpr auto kStopTimeout = std::chrono::seconds(30);
+// How long after the last response of a request whose client is gone Triton is told that it was the
+// last. See `Gone`.
+constexpr auto kLetGoAfter = std::chrono::milliseconds(200);
 constexpr size_t kReadBytes = 1 << 16;
 constexpr uint32_t kMaxFrameBytes = 1u << 30;  // a longer frame is no frame of ours
 // Blocks of this size and more are mapped, and go back to the system when they are freed. Left to
@@ -85,6 +89,12 @@ void log(int level, const std::string& message) {
 uint64_t now_ns() {
   using namespace std::chrono;
   return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+bool is_cancelled(TRITONBACKEND_ResponseFactory* factory) {
+  bool is_cancelled = false;
+  message_of(TRITONBACKEND_ResponseFactoryIsCancelled(factory, &is_cancelled));
+  return is_cancelled;
 }
 
 // A frame that is being written: u32 length of the rest, kind, fields in the machine's byte order.
@@ -150,6 +160,18 @@ struct OpenRequest {
   TRITONBACKEND_ResponseFactory* factory = nullptr;
   std::vector<std::string> outputs;  // that its client wants
   bool is_cancelled = false;         // and the worker knows it
+  bool is_lost = false;              // its client went while a response was sent: see Gone
+};
+
+// A request whose client is gone, and that has no response left. Triton (24.10) frees twice what its
+// gRPC front end holds of such a request, and dies of it, in two cases (HandleCancellation and
+// StateWriteResponse, src/grpc of the server): if it hears that a response was the last while gRPC has
+// not given back one before it, so it hears it later (kLetGoAfter); and if the client went while a
+// response was being written, so it never hears the end of such a request (OpenRequest::is_lost), and
+// keeps some kilobytes of it. One request in forty of clients that hang up was of the second kind.
+struct Gone {
+  TRITONBACKEND_ResponseFactory* factory;
+  std::chrono::steady_clock::time_point since;
 };
 
 class Instance {
@@ -175,6 +197,7 @@ class Instance {
   void add_family(Fields& fields);
   void add_metric(Fields& fields);
   void change_metric(Fields& fields);
+  void let_go(std::chrono::steady_clock::time_point before);
   void fail_open_requests();
   std::string how_it_ended() const;
 
@@ -184,9 +207,10 @@ class Instance {
   std::string buffer_;
   size_t position_ = 0;
   std::mutex writing_;
-  std::mutex mutex_;  // of open_ and is_gone_
+  std::mutex mutex_;  // of open_, gone_ and is_gone_
   std::condition_variable stopped_;
   std::unordered_map<uint64_t, OpenRequest> open_;
+  std::deque<Gone> gone_;
   bool is_gone_ = false;  // the worker answers no more
   bool is_stopping_ = false;
   uint64_t last_number_ = 0;
@@ -307,6 +331,7 @@ void Instance::stop() {
   }
   shutdown(socket_, SHUT_RDWR);
   if (reader_.joinable()) reader_.join();
+  let_go(std::chrono::steady_clock::time_point::max());
   close(socket_);
   for (auto& [id, metric] : metrics_) message_of(TRITONSERVER_MetricDelete(metric));
   for (auto& [id, family] : families_) message_of(TRITONSERVER_MetricFamilyDelete(family));
@@ -380,15 +405,12 @@ void Instance::watch() {
   while (!stopped_.wait_for(lock, kWatchPeriod, [this] { return is_stopping_ || is_gone_; })) {
     std::vector<uint64_t> cancelled;
     for (auto& [number, request] : open_) {
-      bool is_cancelled = false;
-      if (request.is_cancelled) continue;
-      message_of(TRITONBACKEND_ResponseFactoryIsCancelled(request.factory, &is_cancelled));
-      if (is_cancelled) {
-        request.is_cancelled = true;
-        cancelled.push_back(number);
-      }
+      if (request.is_cancelled || !is_cancelled(request.factory)) continue;
+      request.is_cancelled = true;
+      cancelled.push_back(number);
     }
     lock.unlock();
+    let_go(std::chrono::steady_clock::now() - kLetGoAfter);
     for (const uint64_t number : cancelled) {
       Frame frame(kCancelled);
       frame.number(number);
@@ -399,6 +421,19 @@ void Instance::watch() {
       trimmed = now;
     }
     lock.lock();
+  }
+}
+
+// Tell Triton of the ends of requests whose clients are gone, but for the latest.
+void Instance::let_go(std::chrono::steady_clock::time_point before) {
+  std::vector<TRITONBACKEND_ResponseFactory*> factories;
+  {
+    std::lock_guard lock(mutex_);
+    for (; !gone_.empty() && gone_.front().since <= before; gone_.pop_front()) factories.push_back(gone_.front().factory);
+  }
+  for (auto* factory : factories) {
+    message_of(TRITONBACKEND_ResponseFactorySendFlags(factory, TRITONSERVER_RESPONSE_COMPLETE_FINAL));
+    message_of(TRITONBACKEND_ResponseFactoryDelete(factory));
   }
 }
 
@@ -557,6 +592,7 @@ void add_output(TRITONBACKEND_Response* response, Fields& fields, const std::vec
 }
 
 // A response of the worker. After the last one the request is over, and the worker names it no more.
+// A client that is gone gets none.
 void Instance::respond(Fields& fields) {
   const auto number = fields.number<uint64_t>();
   const auto flags = fields.number<uint8_t>();
@@ -567,6 +603,13 @@ void Instance::respond(Fields& fields) {
     const auto found = open_.find(number);
     if (found == open_.end()) throw std::runtime_error("a response to a request that is not open");
     request.factory = found->second.factory;
+    const bool is_gone = is_cancelled(request.factory);
+    if (is_gone && is_last) {
+      if (found->second.is_lost) message_of(TRITONBACKEND_ResponseFactoryDelete(request.factory));
+      else gone_.push_back({request.factory, std::chrono::steady_clock::now()});
+      open_.erase(found);
+    }
+    if (is_gone) return;
     if (is_last) {
       request.outputs = std::move(found->second.outputs);
       open_.erase(found);
@@ -598,6 +641,10 @@ void Instance::respond(Fields& fields) {
     log(TRITONSERVER_LOG_ERROR, error.what());
   }
   if (is_last) message_of(TRITONBACKEND_ResponseFactoryDelete(request.factory));
+  else if (is_cancelled(request.factory)) {
+    std::lock_guard lock(mutex_);
+    if (const auto found = open_.find(number); found != open_.end()) found->second.is_lost = true;
+  }
 }
 
 void Instance::fail_open_requests() {
