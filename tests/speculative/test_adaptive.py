@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from toolkit.speculative.adaptive import (
     AWAIT_STEPS,
     AWAIT_STEPS_PLAIN,
-    BATCH_GAIN,
     DECIDE_EVERY_IDLE_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
@@ -209,7 +209,7 @@ def test_a_batch_is_nearly_as_fast_as_any_choice_of_lengths(
     if any(plan.draft_lens) or len(alphas) == 1:
         assert plan.tokens_per_ns >= 0.98 * fastest
     else:
-        assert plan.tokens_per_ns >= 0.98 * fastest / (1.0 + BATCH_GAIN)
+        assert plan.tokens_per_ns >= 0.98 * fastest / (1.0 + LEAST_BATCH_GAIN)
 
 
 def test_each_row_of_a_batch_has_its_own_length() -> None:
@@ -467,7 +467,7 @@ def test_whether_a_draft_would_pay_is_what_the_speeds_say(
     speeds = [decider._speed([alpha] * rows, [k] * rows, fixed) for k in range(1, longest + 1)]
     best = max(speeds)
     begins = rows + len(fixed) > 1 and not any(fixed)
-    least = plain * (1.0 + LEAST_BATCH_GAIN + BATCH_GAIN if begins else 1.0)
+    least = plain * (1.0 + LEAST_BATCH_GAIN if begins else 1.0)
     assume(abs(best - least) > 1e-9 * plain)
     gain = decider._gain(alpha, rows, longest, fixed)
     assert gain == pytest.approx(best / least - 1.0)
@@ -480,20 +480,6 @@ def gaining(gain: float) -> Costs:
     """
     drafting = 2.0 / (1.0 + gain) * (HOST + 1.0) - HOST
     return Costs((1.0, drafting, *[9.0] * LONGEST), draft=0.0, per_row=0.0)
-
-
-@pytest.mark.parametrize(("gain", "begins"), [(0.5 * BATCH_GAIN, False), (2 * BATCH_GAIN, True)])
-def test_a_batch_begins_to_draft_for_a_clear_gain_only_and_goes_on_for_less(
-    gain: float, begins: bool
-) -> None:
-    fresh = [Adaptation(1000.0, 1000.0) for _ in range(2)]
-    assert chosen(controller(gaining(gain)), *fresh) == ([1, 1] if begins else [0, 0])
-    drafting = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
-    assert chosen(controller(gaining(gain)), *drafting) == [1, 1]
-    losing = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
-    decider = controller(gaining(0.9 * LEAST_BATCH_GAIN))
-    chosen(decider, *losing)
-    assert chosen(decider, *losing) == [0, 0]
 
 
 class Compared:
@@ -512,10 +498,58 @@ class Doubtful(Comparison):
 
 
 @pytest.mark.parametrize(("gain", "begins"), [(0.05, False), (0.08, True)])
-def test_a_batch_begins_to_draft_for_more_than_costs_may_be_off(gain: float, begins: bool) -> None:
+def test_a_batch_begins_to_draft_for_more_than_costs_may_be_off_and_goes_on_for_less(
+    gain: float, begins: bool
+) -> None:
     decider = controller(gaining(gain), comparison=Doubtful(2, Compared()))
+    fresh = [Adaptation(1000.0, 1000.0) for _ in range(2)]
+    assert chosen(decider, *fresh) == ([1, 1] if begins else [0, 0])
+    drafting = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
+    assert chosen(decider, *drafting) == [1, 1]
+    losing = [Adaptation(1000.0, 1000.0, draft_len=1) for _ in range(2)]
+    decider = controller(gaining(0.9 * LEAST_BATCH_GAIN))
+    chosen(decider, *losing)
+    assert chosen(decider, *losing) == [0, 0]
+
+
+def comparing(draft_lens: Sequence[int | None], **changes: Any) -> tuple[Controller, list[int]]:
+    """Two rows whose plain steps are to be compared with a trial of drafts, which would gain by
+    now; decided for again, with rows of these lengths. Returns their new ones, too.
+    """
+    decider = controller(gaining(0.0), trials=Trials(4), comparison=Comparison(4, Compared()))
     rows = [Adaptation(1000.0, 1000.0) for _ in range(2)]
-    assert chosen(decider, *rows) == ([1, 1] if begins else [0, 0])
+    in_a_trial(decider, rows)
+    for _ in range(TRIAL_STEPS):
+        decider.compare(ComparedStep(2, [2], 0.0, read=0, fed=0, ns=1))
+    after_the_trial(decider, rows)
+    decider.costs = gaining(0.5)
+    rows = [Adaptation(1000.0, 1000.0, draft_len=length) for length in draft_lens]
+    decider.choose(rows, **changes)
+    return decider, [row.draft_len or 0 for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("draft_lens", "changes"),
+    [
+        ([0, 0, 0, 0], {}),  # another load
+        ([None, None], {}),  # a batch that begins
+        ([0, 0], {"fixed": [0]}),
+        ([0, 0], {"limit": 1}),
+    ],
+)
+def test_a_comparison_ends_where_rows_are_no_longer_those_for_it(
+    draft_lens: Sequence[int | None], changes: dict[str, Any]
+) -> None:
+    decider, lengths = comparing(draft_lens, **changes)
+    assert not decider.compares
+    assert all(lengths)
+
+
+def test_lengths_are_held_for_a_comparison_until_no_request_is_left() -> None:
+    decider, lengths = comparing([0, 0])
+    assert decider.compares and not any(lengths)
+    decider.pause()
+    assert not decider.compares
 
 
 def test_lengths_stay_until_a_comparison_has_come_to_its_end() -> None:

@@ -10,6 +10,7 @@ from toolkit.speculative.comparison import (
     GIVEN_UP_STEPS,
     LEAST_STEPS,
     LEAST_WEIGHT,
+    MOST_ATTEMPTS,
     MOST_CORRECTION,
     MOST_STEPS,
     NOISE,
@@ -114,6 +115,15 @@ def test_a_trial_that_was_cut_off_compares_nothing() -> None:
     take(comparison, LEAST_STEPS - 1, 1000.0, drafts=True)
     comparison.end_trial()
     assert not comparison.is_on and comparison.doubt(ROWS) == NOISE
+
+
+def test_a_load_whose_trials_are_all_cut_off_is_not_tried_so_often_for_ever() -> None:
+    comparison = Comparison(16, Told())
+    for _ in range(MOST_ATTEMPTS):
+        assert not comparison.is_known(ROWS)
+        comparison.begin(ROWS)
+        comparison.end_trial()
+    assert comparison.is_known(ROWS) and comparison.doubt(ROWS) == NOISE
 
 
 def test_steps_of_another_load_are_left_out_and_are_not_waited_for_for_ever() -> None:

@@ -62,10 +62,9 @@ LEAST_POOLED_TOKENS, MOST_POOLED_TOKENS, POOLED_DECISIONS = 1.0, 32.0, 16.0
 # Of the speed of one row; below it, lengths stay as they are. To end the drafts of a row has to
 # gain more, since nothing is learned then, and it takes a while until they come back.
 SWITCH_GAIN, END_GAIN = 0.015, 0.02
-# Of the speed of a batch, beside the time in which the draft reads the prompts: drafts that go on
-# have to promise the first, and those that begin as much more as costs may be off, which is the
-# second where they are not compared.
-LEAST_BATCH_GAIN, BATCH_GAIN, MOST_READING = 0.01, 0.02, 0.9
+# Of the speed of a batch, that drafts have to promise beside the time in which the draft reads the
+# prompts; those that begin also as much as costs may be off.
+LEAST_BATCH_GAIN, MOST_READING = 0.01, 0.9
 # A decision costs 50 microseconds and more, and a step of a small model a millisecond; of a batch
 # each takes longer in proportion to its rows, but in a batch the text of one request matters less.
 # Decisions that change nothing come at longer intervals. Where nothing is drafted, nothing is
@@ -322,6 +321,11 @@ class Controller:
         beyond = (rate - expected) ** 2 - expected * (1.0 - expected) / state.total_trials
         self._finished_spread += (beyond - self._finished_spread) / self._finished
         self.expected_acceptance += (rate - expected) / (1 + self._finished)
+
+    def pause(self) -> None:
+        """No request is left. What comes next is of another moment of the machine."""
+        if self.comparison is not None:
+            self.comparison.end()
 
     def reconsider(self) -> None:
         """Let `keeps` say no for the next step, unless rows that decode plainly await others."""
@@ -591,8 +595,11 @@ class Controller:
         self._catching_up = self._share_of_catching_up(states, rows)
         for state, alpha in zip(states, alphas, strict=True):
             state.chance = alpha
-        is_held = self.compares and all(state.draft_len is not None for state in states)
-        if is_held or (self._stands(states, longest) and rows == self._rows and not fixed):
+        if self._is_held(states, longest, fixed):
+            self._rows = rows
+            self._wait(states, is_steady=True)
+            return
+        if self._stands(states, longest) and rows == self._rows and not fixed:
             self._confirmations += 1
             self._wait(states, is_steady=True)
             return
@@ -734,6 +741,17 @@ class Controller:
             return _Plan(present, kept_speed)
         return best
 
+    def _is_held(self, states: Sequence[Adaptation], longest: int, fixed: Sequence[int]) -> bool:
+        """Whether a comparison goes on, for which lengths stay as they are. It ends where these are
+        no longer the rows for it.
+        """
+        if self.comparison is None or not self.comparison.is_on:
+            return False
+        is_same = longest == self._longest and self.comparison.is_of(len(states))
+        if not is_same or fixed or any(state.draft_len is None for state in states):
+            self.comparison.end()
+        return self.comparison.is_on
+
     def _stands(self, states: Sequence[Adaptation], longest: int) -> bool:
         """Whether the last decision holds for these rows, if nothing else has changed. Without
         drafts no estimate moves, but costs do.
@@ -864,7 +882,7 @@ class Controller:
         if not _begins_plainly(rows, fixed):
             return 1.0 / (1.0 - self._catching_up)
         reading = max(self._catching_up, self._share_of_reading(rows))
-        doubt = BATCH_GAIN if self.comparison is None else self.comparison.doubt(rows)
+        doubt = 0.0 if self.comparison is None else self.comparison.doubt(rows)
         return (1.0 + LEAST_BATCH_GAIN + doubt) / (1.0 - reading)
 
     def _share_of_reading(self, rows: int) -> float:

@@ -23,7 +23,8 @@ from toolkit.speculative.trials import UNSETTLED_STEPS, load_of
 
 __all__ = ["ComparedCosts", "ComparedStep", "Comparison"]
 
-# Of each way, that are compared: at least, and at most. Those of the trial itself may be fewer.
+# Of each way, that are compared: of the trial at least, and of what follows it. A batch that drafts
+# has up to GIVEN_UP_STEPS of them.
 LEAST_STEPS, MOST_STEPS = 6, 16
 UNSETTLED_DRAFTS = 2  # the draft has to read what it missed, and its weights come into the caches
 GIVEN_UP_STEPS = 128  # a comparison that has not come to its end by then has none
@@ -32,7 +33,9 @@ PREEMPTED = 2.0  # so many medians, and all beyond, count as so many
 # What is compared changes, so the latest ones count most.
 NOISE, LEAST_WEIGHT = 0.08, 0.2
 MOST_CORRECTION = 1.35
-KNOWN_FROM = 2  # comparisons
+# A load is known from so many comparisons on. Where requests come and go so fast that none comes to
+# its end, it is taken for known behind so many attempts.
+KNOWN_FROM, MOST_ATTEMPTS = 2, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Comparison:
 
     def __init__(self, max_rows: int, costs: ComparedCosts) -> None:
         self._max_rows, self._costs = max_rows, costs
-        self._compared = [0] * (load_of(max_rows) + 1)
+        self._compared, self._attempts = ([0] * (load_of(max_rows) + 1) for _ in range(2))
         self._load: int | None = None  # of the comparison that is on
         self._steps: dict[bool, list[ComparedStep]] = {}  # by whether they drafted
         self._drafts: bool | None = None  # the last step
@@ -78,8 +81,10 @@ class Comparison:
         return self._load is not None
 
     def is_known(self, rows: int) -> bool:
-        """Whether the load of so many rows was compared often enough to tell."""
-        return rows == 1 or self._compared[load_of(rows)] >= KNOWN_FROM
+        """Whether the load of so many rows was compared often enough to tell, or cannot be."""
+        load = load_of(rows)
+        attempts, compared = self._attempts[load], self._compared[load]
+        return rows == 1 or compared >= KNOWN_FROM or attempts >= MOST_ATTEMPTS
 
     def doubt(self, rows: int) -> float:
         """By which share what drafts gain may be off at the load of so many rows."""
@@ -89,7 +94,12 @@ class Comparison:
     def begin(self, rows: int) -> None:
         """A trial begins with the next step. It is compared with what follows it."""
         self._load, self._drafts, self._seen = load_of(rows), None, 0
+        self._attempts[self._load] += 1
         self._steps = {False: [], True: []}
+
+    def is_of(self, rows: int) -> bool:
+        """Whether the one that is on is of the load of so many rows."""
+        return load_of(rows) == self._load
 
     def end(self) -> None:
         """There is nothing to compare with any more."""

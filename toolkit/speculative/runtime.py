@@ -342,12 +342,13 @@ class SpeculativeRuntime:
     def step(self) -> bool:
         """One iteration. False if there was nothing to do."""
         with self._stepping:
-            self._began_ns, self._fed = self._clock(), 0
             self._end_overdue()
             if self._waiting:
                 self._admit()
             self._limit_by_load()
             if not self._prefilling and not self._running:
+                if self._adaptive is not None:
+                    self._adaptive.pause()
                 return False
             chunks = self._next_chunks()
             if chunks and not (self._running and self._packs):
@@ -538,6 +539,7 @@ class SpeculativeRuntime:
 
     def _verify(self, chunks: list[Chunk]) -> None:
         rows = self._running[:]
+        self._began_ns, self._fed = self._clock(), 0
         try:
             self._adapt(rows)
             bursting = None if chunks else self._may_burst(rows)
@@ -589,19 +591,15 @@ class SpeculativeRuntime:
             self._read(read, first_logits)
         # A forward that read prompts, too, says nothing about the cost of a step, nor does a draft
         # that failed.
-        if (
-            self._costs is not None
-            and self._notes(any(counts), len(rows))
-            and not chunks
-            and not has_failed
-        ):
+        if self._costs is not None and self._notes(counts, reads=bool(chunks)) and not has_failed:
             if self._plain_steps >= PLAIN_TRIAL_STEPS:
                 share = self._plain_steps // NOTE_SHARE_OF_PLAIN_STEPS
                 unnoted = min(max(NOTE_EVERY_PLAIN_STEPS, share), MOST_PLAIN_STEPS_UNNOTED)
                 self._next_noted = self._plain_steps + unnoted
             times = (drafted - start, read_ns - drafted, self._clock() - read_ns)
             self._costs.note_step(len(rows), _drafting(counts), _context(rows), *times)
-        if self._adaptive is not None and self._adaptive.compares and not has_failed:
+        is_whole = len(read) == len(chunks) and not has_failed
+        if self._adaptive is not None and self._adaptive.compares and is_whole:
             self._compare(rows, counts, read)
 
     def _compare(self, rows: list[Sequence], counts: list[int], read: list[Chunk]) -> None:
@@ -619,16 +617,20 @@ class SpeculativeRuntime:
         )
         self._adaptive.compare(step)
 
-    def _notes(self, has_drafted: bool, rows: int) -> bool:
-        """Count a step. Returns whether what it took is worth to be noted."""
-        if has_drafted:
-            self._drafting_steps += 1
+    def _notes(self, counts: list[int], *, reads: bool) -> bool:
+        """Count a step. Returns whether what it took is worth to be noted. counts: of the drafts of
+        each row. reads: prompts, too.
+        """
+        if any(counts):
             self._plain_steps, self._next_noted = 0, UNSETTLED_STEPS + 1
-            is_fresh = rows == 1 or self._drafting_steps <= FRESH_STEPS
+            if reads:
+                return False
+            self._drafting_steps += 1
+            is_fresh = len(counts) == 1 or self._drafting_steps <= FRESH_STEPS
             return is_fresh or self._drafting_steps % NOTE_EVERY_DRAFTING_STEPS == 0
         self._drafting_steps = 0
         self._plain_steps += 1
-        return self._plain_steps >= self._next_noted
+        return not reads and self._plain_steps >= self._next_noted
 
     def _propose(self, drafter: Drafter, rows: list[Sequence]) -> bool:
         """Draft for these rows. Returns whether it went well; if not, rows go on plainly."""
@@ -788,7 +790,7 @@ class SpeculativeRuntime:
             controller.note_block(state, count, step.accepted)
             row.noted_tokens = len(row.ids)
             row.target_chances.clear()
-        if self._notes(count > 0, 1):
+        if self._notes([count], reads=False):
             times = (step.draft_ns, step.verify_ns, 0)
             self._costs.note_step(1, _drafting([count]), row.cached_tokens, *times)
         self._has_asked = row.finish_reason is None

@@ -41,8 +41,8 @@ FIRST_BLOCKS, FIRST_TRIALS = 8, 3
 # sooner.
 DOUBTFUL_PROMISE = 0.9
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
-# Of the time, at most, that trials lose, but for the first, and the first behind drafts that began.
-# It has passed before they begin.
+# Of the time, at most, that trials lose, but for the first ones, and the first behind drafts that
+# began. It has passed before they begin.
 TRIAL_SHARE = 0.0025
 # Where a plain step takes longer or shorter by so much than at any trial since the present way
 # began, the machine is another, and what the two ways take beside each other may be: they may lose

@@ -11,7 +11,8 @@
 //
 // Threads of an instance: Triton's, which calls Execute and writes requests; the reader, which sends
 // responses and never writes to the socket, so that neither side can wait for the other; and the
-// watcher, which looks for requests whose clients are gone, and gives back freed memory.
+// watcher, which looks for requests whose clients have hung up, ends them for Triton, and gives back
+// freed memory.
 //
 // If the worker dies, its open requests are answered with an error, and so are later ones. It is not
 // started again and stays a zombie: that is how toolkit/process/supervise.py sees it.
@@ -50,8 +51,7 @@ namespace {
 constexpr int kWorkerSocket = 3;  // the worker's file descriptor; wire.py has the same number
 constexpr auto kWatchPeriod = std::chrono::milliseconds(20);
 constexpr auto kStopTimeout = std::chrono::seconds(30);
-// How long after the last response of a request whose client is gone Triton is told that it was the
-// last. See `Gone`.
+// How long after the worker has ended a request whose client has hung up Triton hears of it.
 constexpr auto kLetGoAfter = std::chrono::milliseconds(200);
 constexpr size_t kReadBytes = 1 << 16;
 constexpr uint32_t kMaxFrameBytes = 1u << 30;  // a longer frame is no frame of ours
@@ -154,22 +154,21 @@ class Fields {
   const char* end_;
 };
 
-// One request that has not had its last response. `factory` belongs to the reader, but for the
-// question whether the request is cancelled, which is asked with `Instance::mutex_` held.
+// One request that has not had its last response. `factory` belongs to the reader; the watcher asks it
+// whether the request is cancelled, with `Instance::mutex_` held.
 struct OpenRequest {
   TRITONBACKEND_ResponseFactory* factory = nullptr;
   std::vector<std::string> outputs;  // that its client wants
   bool is_cancelled = false;         // and the worker knows it
-  bool is_lost = false;              // its client went while a response was sent: see Gone
+  bool is_lost = false;              // its client hung up while a response was sent: see HungUp
 };
 
-// A request whose client is gone, and that has no response left. Triton (24.10) frees twice what its
-// gRPC front end holds of such a request, and dies of it, in two cases (HandleCancellation and
-// StateWriteResponse, src/grpc of the server): if it hears that a response was the last while gRPC has
-// not given back one before it, so it hears it later (kLetGoAfter); and if the client went while a
-// response was being written, so it never hears the end of such a request (OpenRequest::is_lost), and
-// keeps some kilobytes of it. One request in forty of clients that hang up was of the second kind.
-struct Gone {
+// A request whose client has hung up, and which the worker has ended. Triton (24.10) frees twice what
+// its gRPC front end holds of such a request, and dies of it, in two cases (HandleCancellation and
+// StateWriteResponse, src/grpc of the server). If it hears of the end while gRPC has not given back a
+// response before it: so it hears of it later, kLetGoAfter. And if the client hung up while a response
+// was being sent: the end of such a request it never hears, and keeps it. That is one of forty.
+struct HungUp {
   TRITONBACKEND_ResponseFactory* factory;
   std::chrono::steady_clock::time_point since;
 };
@@ -197,6 +196,7 @@ class Instance {
   void add_family(Fields& fields);
   void add_metric(Fields& fields);
   void change_metric(Fields& fields);
+  void end_unheard(const OpenRequest& request);
   void let_go(std::chrono::steady_clock::time_point before);
   void fail_open_requests();
   std::string how_it_ended() const;
@@ -207,10 +207,10 @@ class Instance {
   std::string buffer_;
   size_t position_ = 0;
   std::mutex writing_;
-  std::mutex mutex_;  // of open_, gone_ and is_gone_
+  std::mutex mutex_;  // of open_, hung_up_ and is_gone_
   std::condition_variable stopped_;
   std::unordered_map<uint64_t, OpenRequest> open_;
-  std::deque<Gone> gone_;
+  std::deque<HungUp> hung_up_;
   bool is_gone_ = false;  // the worker answers no more
   bool is_stopping_ = false;
   uint64_t last_number_ = 0;
@@ -402,7 +402,7 @@ void Instance::read() {
 void Instance::watch() {
   auto trimmed = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
-  while (!stopped_.wait_for(lock, kWatchPeriod, [this] { return is_stopping_ || is_gone_; })) {
+  while (!stopped_.wait_for(lock, kWatchPeriod, [this] { return is_stopping_ || (is_gone_ && hung_up_.empty()); })) {
     std::vector<uint64_t> cancelled;
     for (auto& [number, request] : open_) {
       if (request.is_cancelled || !is_cancelled(request.factory)) continue;
@@ -424,12 +424,18 @@ void Instance::watch() {
   }
 }
 
-// Tell Triton of the ends of requests whose clients are gone, but for the latest.
+// End a request whose client has hung up. With mutex_ held.
+void Instance::end_unheard(const OpenRequest& request) {
+  if (request.is_lost) message_of(TRITONBACKEND_ResponseFactoryDelete(request.factory));
+  else hung_up_.push_back({request.factory, std::chrono::steady_clock::now()});
+}
+
+// Tell Triton of the ends of requests whose clients have hung up, but for the latest.
 void Instance::let_go(std::chrono::steady_clock::time_point before) {
   std::vector<TRITONBACKEND_ResponseFactory*> factories;
   {
     std::lock_guard lock(mutex_);
-    for (; !gone_.empty() && gone_.front().since <= before; gone_.pop_front()) factories.push_back(gone_.front().factory);
+    for (; !hung_up_.empty() && hung_up_.front().since <= before; hung_up_.pop_front()) factories.push_back(hung_up_.front().factory);
   }
   for (auto* factory : factories) {
     message_of(TRITONBACKEND_ResponseFactorySendFlags(factory, TRITONSERVER_RESPONSE_COMPLETE_FINAL));
@@ -592,24 +598,24 @@ void add_output(TRITONBACKEND_Response* response, Fields& fields, const std::vec
 }
 
 // A response of the worker. After the last one the request is over, and the worker names it no more.
-// A client that is gone gets none.
+// A client that has hung up gets none.
 void Instance::respond(Fields& fields) {
   const auto number = fields.number<uint64_t>();
   const auto flags = fields.number<uint8_t>();
   const bool is_last = (flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL) != 0;
   OpenRequest request;
+  bool is_lost = false;
   {
     std::lock_guard lock(mutex_);
     const auto found = open_.find(number);
     if (found == open_.end()) throw std::runtime_error("a response to a request that is not open");
     request.factory = found->second.factory;
-    const bool is_gone = is_cancelled(request.factory);
-    if (is_gone && is_last) {
-      if (found->second.is_lost) message_of(TRITONBACKEND_ResponseFactoryDelete(request.factory));
-      else gone_.push_back({request.factory, std::chrono::steady_clock::now()});
+    const bool has_hung_up = is_cancelled(request.factory);
+    if (has_hung_up && is_last) {
+      end_unheard(found->second);
       open_.erase(found);
     }
-    if (is_gone) return;
+    if (has_hung_up) return;
     if (is_last) {
       request.outputs = std::move(found->second.outputs);
       open_.erase(found);
@@ -633,15 +639,18 @@ void Instance::respond(Fields& fields) {
       } catch (const std::exception& failure) {
         error = TRITONSERVER_ErrorNew(TRITONSERVER_ERROR_INTERNAL, failure.what());
       }
+      const bool had_hung_up = is_cancelled(request.factory);  // then Triton drops the response
       const std::string failure = message_of(TRITONBACKEND_ResponseSend(response, flags, error));
+      is_lost = !had_hung_up && is_cancelled(request.factory);
       if (error != nullptr) TRITONSERVER_ErrorDelete(error);
       if (!failure.empty()) log(TRITONSERVER_LOG_ERROR, failure);
     }
   } catch (const std::exception& error) {
     log(TRITONSERVER_LOG_ERROR, error.what());
   }
-  if (is_last) message_of(TRITONBACKEND_ResponseFactoryDelete(request.factory));
-  else if (is_cancelled(request.factory)) {
+  if (is_last) {
+    message_of(TRITONBACKEND_ResponseFactoryDelete(request.factory));
+  } else if (is_lost) {
     std::lock_guard lock(mutex_);
     if (const auto found = open_.find(number); found != open_.end()) found->second.is_lost = true;
   }
@@ -655,6 +664,11 @@ void Instance::fail_open_requests() {
     is_gone_ = true;
     is_stopping = is_stopping_;
     open.swap(open_);
+    for (auto each = open.begin(); each != open.end();) {
+      const bool has_hung_up = is_cancelled(each->second.factory);
+      if (has_hung_up) end_unheard(each->second);
+      each = has_hung_up ? open.erase(each) : std::next(each);
+    }
   }
   stopped_.notify_all();
   const std::string reason = is_stopping ? "the server is stopping" : "the model's process " + how_it_ended();
