@@ -152,3 +152,14 @@ def test_steps_of_any_length_and_with_prompts_compare_by_their_figures() -> None
         host = host_ns * (1.0 + sum(drafting) / ROWS)
         compared = ComparedStep(ROWS, drafting, 0.0, read, fed, round(1.3 * took + host))
         assert costs.pace(compared) == pytest.approx(1.3, rel=1e-4)
+
+
+@pytest.mark.parametrize("drafting", [[], [ROWS]])
+def test_a_step_that_took_no_longer_than_the_host_is_said_to_has_a_pace(
+    drafting: list[int],
+) -> None:
+    """It is divided by."""
+    figures = Figures([[1e6] * (ROWS + 1)] * 3, *[[1e5] * (ROWS + 1)] * 2)
+    costs = StepCosts(figures, 1.0)
+    for ns in (0, round(costs._host_ns(ROWS, 1.0 + len(drafting)))):
+        assert costs.pace(ComparedStep(ROWS, drafting, 0.0, read=0, fed=0, ns=ns)) > 0.0

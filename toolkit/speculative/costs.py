@@ -172,7 +172,7 @@ class StepCosts:
             sum(self.draft_ns(count, depth) for depth, count in enumerate(drafting, 1))
             / self._scale
         )
-        return (step.ns - self._host_ns(rows, width)) / figures
+        return max(1.0, step.ns - self._host_ns(rows, width)) / figures
 
     def correct_plain(self, rows: range, factor: float) -> None:
         """Let plain steps of so many rows take so many times what they are said to take."""

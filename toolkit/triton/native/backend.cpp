@@ -167,7 +167,7 @@ struct OpenRequest {
 // its gRPC front end holds of such a request, and dies of it, in two cases (HandleCancellation and
 // StateWriteResponse, src/grpc of the server). If it hears of the end while gRPC has not given back a
 // response before it: so it hears of it later, kLetGoAfter. And if the client hung up while a response
-// was being sent: the end of such a request it never hears, and keeps it. That is one of forty.
+// was being sent: the end of such a request it never hears, and keeps it. That is 1 to 3 %.
 struct HungUp {
   TRITONBACKEND_ResponseFactory* factory;
   std::chrono::steady_clock::time_point since;
