@@ -8,15 +8,17 @@ which `toolkit bench` changes arms. One start of a server differs from the next 
 and so does one runtime from another, so each round starts both anew, and the intervals are over
 rounds. Requests have 32 to 96 output tokens: where all have the same number, those of the plain arm
 begin and end together, so that their prompts are read together, which no traffic does. Visits of
-every load come first that are not counted, in which both ways learn what its steps cost: servers
-run for longer than that takes. Prefixes are not reused: how much a KV cache holds of an arm's
-prompts depends on which arm went before it. Runtimes change arms from visit to visit, of which a
-round has an even number. Good: speculative / plain >= 1 and served / in process >= 0.85 at each
-load. The acceptance length, the mean of the visits, tells whether drafts were in use: 1.00 where
-none is accepted. With configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
+every load come first that are not counted, WARM_UP times a pair, in which both ways learn what its
+steps cost: servers run for longer than that takes. Runtimes that have just begun lose up to 2 %
+with it where drafts do not pay (`--warm-up 1`). Prefixes are not reused: how much a KV cache holds
+of an arm's prompts depends on which arm went before it. Runtimes change arms from visit to visit,
+of which a round has an even number. Good: speculative / plain >= 1 and served / in process >= 0.85
+at each load. The acceptance length, the mean of the visits, tells whether drafts were in use: 1.00
+where none is accepted. With configs/quickstart-vllm-int8.yaml as well it is the table against vLLM.
 
     python -m tests.benchmarks.bench_loads [CONFIG ...] [--set KEY=VALUE ...]
-        [--loads 1 4 16 64] [--requests 128] [--rounds 8] [--max-tokens-from 32] [--max-tokens 96]
+        [--loads 1 4 16 64] [--requests 128] [--rounds 8] [--warm-up 3] [--max-tokens-from 32]
+        [--max-tokens 96]
 
 CONFIG: configs/quickstart.yaml if none is named. Each is built with room for as many requests as
 the highest load has, under the name loads-NAME; another build of the same takes a second. The
@@ -30,7 +32,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import itertools
 import json
 import random
 import subprocess
@@ -101,6 +102,7 @@ def main() -> int:
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--max-tokens-from", type=int, default=32)
     asked = parser.parse_args()
@@ -110,7 +112,7 @@ def main() -> int:
         loads = measure(path, changes, asked)
         results[path.stem] = {load: asdict(row) for load, row in loads.items()}
         show(path.stem, loads)
-    names = ("changes", "requests", "rounds", "max_tokens_from", "max_tokens")
+    names = ("changes", "requests", "rounds", "warm_up", "max_tokens_from", "max_tokens")
     settings = {name: getattr(asked, name) for name in names}
     print(json.dumps({"benchmark": "loads", **settings, **facts(), "results": results}))
     return 0
@@ -186,7 +188,8 @@ def measure_round(
         server = stack.enter_context(TritonServer(repository, config.triton))
         here = functools.partial(in_process, runtimes, asked)
         there = functools.partial(served, server.grpc_url, asked)
-        for visit in itertools.chain(*(of_load[: len(ARMS)] for of_load in visits.values())):
+        pairs = [visit for of_load in visits.values() for visit in of_load[: len(ARMS)]]
+        for visit in pairs * asked.warm_up:
             here(Measured(), visit)
             there(Measured(), visit)
         gc.collect()

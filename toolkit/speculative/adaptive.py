@@ -89,7 +89,7 @@ PROBE_SHARE_ALONE, PROBE_SHARE = 0.01, 0.0025
 # That is a batch's share where perfect drafts would gain so much beyond what it begins to draft
 # for. Where they would gain less it falls in proportion, down to so much of it, since costs are not
 # known exactly.
-GAIN_WORTH_PROBING, LEAST_PROBING = 0.2, 0.125
+GAIN_WORTH_PROBING, LEAST_PROBING = 0.4, 0.125
 # That are probed at a time: each also learns from what the others showed, and a draft that has not
 # read a prompt yet reads all of it.
 PROBED_ROWS = 4
@@ -557,11 +557,11 @@ class Controller:
         if not (self._deepest or is_growing or self.is_trying):
             # The batch rests on, until a probe of this request may be due.
             state.draft_len, state.reason = 0, self._why_not
-            if state.reason == "acceptance":
-                rest = self.rest
-                due = rest.taken + state.probe_after
-                self._steps_until_probe = min(self._steps_until_probe, due)
-                rest.steps = min(rest.steps, max(due, rest.taken + self._steps_until_paid()))
+            due = self.rest.taken + state.probe_after
+            if state.reason == "acceptance" and due < self._steps_until_probe:
+                self._steps_until_probe = due
+                paid = self.rest.taken + self._steps_until_paid()
+                self.rest.steps = min(self.rest.steps, max(due, paid))
             return
         self._wake()
         state.chance = state.acceptance

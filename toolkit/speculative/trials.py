@@ -43,11 +43,11 @@ DOUBTFUL_PROMISE = 0.9
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
 # Of the time, at most, that trials lose, but for the first ones, and the first behind drafts that
 # began. It has passed before they begin.
-TRIAL_SHARE = 0.0025
+TRIAL_SHARE = 0.00125
 # Where a plain step takes longer or shorter by so much than at any trial since the present way
 # began, the machine is another, and what the two ways take beside each other may be: they may lose
 # more. A machine that keeps changing between two speeds is so until each was tried.
-CHANGE_THAT_MATTERS, CHANGED_SHARE = 0.2, 0.005
+CHANGE_THAT_MATTERS, CHANGED_SHARE = 0.2, 0.0025
 # While a batch drafts, what its steps take is not to be told from the machine's speed: that they
 # still gain has to be looked at, for more of the time, which they gain where they do.
 BATCH_SHARE = 0.01
