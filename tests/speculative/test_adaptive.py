@@ -1153,7 +1153,9 @@ def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
         [[0.0] * 5, *([0.0, *[ns] * 4] for ns in before)], [0.0] + [380e3] * 4, [0.0] + [80e3] * 4
     )
     costs = StepCosts(figures, 300e3, reading=8e3)
-    decider = Controller(AdaptiveSettings(), costs, 3, Trials(4), expected_acceptance=0.83)
+    decider = Controller(
+        AdaptiveSettings(), costs, 3, Trials(4), Comparison(4, costs), expected_acceptance=0.83
+    )
     states = [decider.begin() for _ in range(4)]
     draw, plain_steps, drafting = random.Random(0), 0, [0, 0]
     decider.choose(states)
@@ -1170,12 +1172,14 @@ def test_a_machine_on_which_the_other_way_pays_now_is_noticed(
             else:
                 decider.note_plain(state, 1)
         plain_steps = 0 if any(lengths) else plain_steps + 1
+        noise = draw.gauss(1.0, 0.05)
+        verify_ns = int(noise * between(before if step < 2000 else after, 1 + sum(lengths) / 4))
+        drafted = [sum(length > depth for length in lengths) for depth in range(max(lengths))]
+        draft_ns = int(noise * (380e3 + 80e3 * (len(drafted) - 1))) if drafted else 0
         if not 0 < plain_steps <= UNSETTLED_STEPS:  # as the runtime does
-            verify_ns = between(before if step < 2000 else after, 1 + sum(lengths) / 4)
-            noise = draw.gauss(1.0, 0.05)
-            drafted = [sum(length > depth for length in lengths) for depth in range(max(lengths))]
-            draft_ns = 380e3 + 80e3 * (len(drafted) - 1) if drafted else 0
-            costs.note_step(4, drafted, 0.0, int(draft_ns * noise), int(verify_ns * noise), 60_000)
+            costs.note_step(4, drafted, 0.0, draft_ns, verify_ns, 60_000)
+        if decider.compares:
+            decider.compare(ComparedStep(4, drafted, 0.0, 0, 0, draft_ns + verify_ns + 60_000))
         if step < 2000 or step >= 8000:
             drafting[step >= 2000] += any(lengths)
     drafts_before, drafts_after = (2000, 0) if before is SLOW else (0, 4000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from toolkit.speculative.comparison import (
     LEAST_WEIGHT,
     MOST_ATTEMPTS,
     MOST_CORRECTION,
+    MOST_LUCK,
     MOST_STEPS,
     NOISE,
     UNSETTLED_DRAFTS,
@@ -93,6 +95,17 @@ def test_what_has_changed_is_followed() -> None:
     assert comparison.doubt(ROWS) == doubt == pytest.approx(NOISE / 3)
 
 
+@pytest.mark.parametrize(("surprise", "counts"), [(0.99, LEAST_WEIGHT), (1.01, 0.5)])
+def test_behind_what_luck_does_not_explain_nothing_is_known(surprise: float, counts: float) -> None:
+    comparison = Comparison(16, costs := Told())
+    for _ in range(50):
+        compare(comparison, 1000.0, 1000.0, tried=True)
+    drafts_ns = 1e6  # as exact as whole nanoseconds are
+    compare(comparison, 1e6 * math.exp(surprise * MOST_LUCK), drafts_ns, tried=True)
+    assert math.log(costs.plain[ROWS]) == pytest.approx(counts * surprise * MOST_LUCK, rel=1e-3)
+    assert comparison.is_known(ROWS) is (surprise < 1.0)
+
+
 def test_of_requests_alone_all_is_known() -> None:
     assert Comparison(16, Told()).is_known(1)
 
@@ -106,7 +119,7 @@ def test_a_step_that_was_preempted_counts_little_and_nothing_counts_for_much() -
     before = costs.plain[ROWS]
     assert before == pytest.approx((1.0 + 1.0 / MOST_STEPS) ** 0.5)
     compare(comparison, 9000.0, 1000.0, tried=True)
-    assert costs.plain[ROWS] == pytest.approx(before * MOST_CORRECTION ** (1 / 3))
+    assert costs.plain[ROWS] == pytest.approx(before * MOST_CORRECTION**0.5)
 
 
 def test_a_trial_that_was_cut_off_compares_nothing() -> None:

@@ -181,21 +181,39 @@ def test_steps_behind_those_of_the_other_kind_correct_their_figures_and_not_the_
     verify = [[0.0] * 5, [1300.0] * 5, [1500.0] * 5, [2000.0] * 5]
     costs = StepCosts(Figures(verify, *[[0.0] + [100.0] * 4] * 2), 50.0)
     for _ in range(100):
-        costs.note_step(4, [4, 4], 64, 200, 4000, 60_000)
+        costs.note_step(1, [1, 1], 64, 200, 4000, 60_000)
     scale = costs._scale
     assert scale == pytest.approx(2.0, rel=0.03)
     for _ in range(FRESH_STEPS):
-        costs.note_step(4, [], 64, 0, 2000, 60_000)
+        costs.note_step(1, [], 64, 0, 2000, 60_000)
     assert costs._scale == scale
-    # With what lies near, and was interpolated from it.
-    for rows in (3, 4):
-        assert costs._verify_ns(rows, 1) == pytest.approx(2000 / scale, rel=0.02)
-    assert costs._verify_ns(2, 1) == pytest.approx(1300, rel=0.01)
-    before = costs._verify_ns(4, 1)
+    assert costs._verify_ns(1, 1) == pytest.approx(2000 / scale, rel=0.02)
+    before = costs._verify_ns(1, 1)
     for _ in range(100):
-        costs.note_step(4, [], 64, 0, 2 * scale * before, 60_000)
-    assert costs._verify_ns(4, 1) == pytest.approx(before, rel=0.05)
+        costs.note_step(1, [], 64, 0, 2 * scale * before, 60_000)
+    assert costs._verify_ns(1, 1) == pytest.approx(before, rel=0.05)
     assert costs._scale == pytest.approx(2 * scale, rel=0.05)
+
+
+@pytest.mark.parametrize("plain_goes_on", [False, True])
+def test_what_a_comparison_corrects_is_not_taken_back(plain_goes_on: bool) -> None:
+    """Plain steps are said to take 1,000 ns at the machine's speed, and take 1,200 of it."""
+    costs = StepCosts(Figures([[0.0] * 5, [1000.0] * 5, [2000.0] * 5], *[[0.0] * 5] * 2), 50.0)
+
+    def take(*, drafts: bool) -> None:
+        for _ in range(100):
+            costs.note_step(4, [4] if drafts else [], 0.0, 0, 4000 if drafts else 2400, 60_000)
+
+    def beside_plain() -> float:
+        return costs._verify_ns(4, 2) / costs._verify_ns(4, 1)
+
+    take(drafts=plain_goes_on)
+    take(drafts=not plain_goes_on)
+    before, expected = beside_plain(), costs.step_ns(4, 1.0 if plain_goes_on else 2.0)
+    costs.correct_plain(range(3, 5), 1.2)
+    assert costs.step_ns(4, 1.0 if plain_goes_on else 2.0) == pytest.approx(expected)
+    take(drafts=not plain_goes_on)
+    assert beside_plain() == pytest.approx(before / 1.2, rel=0.02)
 
 
 @pytest.mark.parametrize("off", [0.7, 1.4])

@@ -33,6 +33,8 @@ PREEMPTED = 2.0  # so many medians, and all beyond, count as so many
 # What is compared changes, so the latest ones count most.
 NOISE, LEAST_WEIGHT = 0.08, 0.2
 MOST_CORRECTION = 1.35
+# What is more than luck is of another machine: what was known before it does not count.
+MOST_LUCK = 3.0 * NOISE
 # A load is known from so many comparisons on. Where requests come and go so fast that none comes to
 # its end, it is taken for known behind so many attempts.
 KNOWN_FROM, MOST_ATTEMPTS = 2, 6
@@ -61,7 +63,9 @@ class ComparedCosts(Protocol):
         ...
 
     def correct_plain(self, rows: range, factor: float) -> None:
-        """Let plain steps of so many rows take so many times what they are said to take."""
+        """Let plain steps of so many rows take so many times what they are said to take beside
+        those with drafts.
+        """
         ...
 
 
@@ -132,8 +136,11 @@ class Comparison:
 
     def _learn(self, load: int) -> None:
         plain, drafts = (_mean(map(self._costs.pace, self._steps[way])) for way in (False, True))
-        self._compared[load] += 1
-        weight = max(LEAST_WEIGHT, 1.0 / (1 + self._compared[load]))
+        is_luck = abs(math.log(plain / drafts)) <= MOST_LUCK
+        if not is_luck:
+            self._compared[load] = self._attempts[load] = 0
+        weight = max(LEAST_WEIGHT, 1.0 / (2 + self._compared[load]))
+        self._compared[load] += is_luck
         factor = max(1.0 / MOST_CORRECTION, min(MOST_CORRECTION, plain / drafts)) ** weight
         rows = range(2**load // 2 + 1, min(2**load, self._max_rows) + 1)
         self._costs.correct_plain(rows, factor)

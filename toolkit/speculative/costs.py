@@ -10,9 +10,9 @@ figures in use would take a part of every change, and look dear or cheap beside 
 A draft and the forward behind it have the same moment, so they always tell how they compare.
 
 But what plain steps and those with drafts take beside each other, which decides, shows only where
-one kind follows the other. There the machine is as fast as the steps before said, so the first ones
-of the other kind correct their figures, and not the scale; unless the load is another, too, since
-then what the steps before said was of other figures. Of batches more is compared: `comparison`.
+one kind follows the other. There the machine is as fast as the steps before said. So of a request
+alone the first ones of the other kind correct their figures, and not the scale. Of a batch, where
+less is at stake, so few steps say too little: `comparison` has more.
 
 A figure follows the median of what is measured, not the mean, because a step that is preempted
 takes ten times as long and says nothing: whether a step took longer or shorter than expected moves
@@ -39,9 +39,10 @@ READING_STEP = 0.05
 # A figure moves by the first share at first, since it may have been timed in a bad moment, and each
 # time a little less, down to the last.
 FIRST_FIGURE_STEP, FIGURE_STEP, FIGURE_STEP_FACTOR = 0.01, 0.001, 0.99
-# In so many steps behind one of the other kind it moves by this share times what _Run says, and so
-# do those of about as many rows, which were interpolated between the same ones.
-FRESH_STEPS, FRESH_STEP, FRESH_ROWS = 8, 0.002, 2**0.5
+# In so many steps of a request alone, behind one of the other kind, it moves by this share times
+# what _Run says.
+FRESH_STEPS, FRESH_STEP = 8, 0.002
+ALIKE_ROWS = 2**0.5  # so many times as many, or as few, are the same load
 # The more the machine has changed since one kind followed the other last, the less is known of what
 # they take beside each other: so much more, for a scale that is e times as large, or as small.
 FRESH_STEP_OF_CHANGE = 0.04
@@ -175,10 +176,15 @@ class StepCosts:
         return max(1.0, step.ns - self._host_ns(rows, width)) / figures
 
     def correct_plain(self, rows: range, factor: float) -> None:
-        """Let plain steps of so many rows take so many times what they are said to take."""
+        """Let plain steps of so many rows take so many times what they are said to take beside
+        those with drafts. What steps of the present kind are expected to take stays as it is, or
+        the next ones would take the correction back.
+        """
         for count in rows:
             self._verify[1].multiply(count, factor)
             self._keep_order(1, count)
+        if self._was_plain:
+            self._scale /= factor
 
     def _host_ns(self, rows: int, width: float) -> float:
         drafts = min(1.0, width - 1.0) * HOST_SHARE_OF_DRAFTS
@@ -221,7 +227,8 @@ class StepCosts:
         second one, and so on. context: the mean of the tokens in their slots. host_ns: 0 in a
         burst.
         """
-        is_plain, is_same_load = not drafting, rows in self._alike(self._rows)
+        is_plain = not drafting
+        is_same_load = max(rows, self._rows) <= ALIKE_ROWS * min(rows, self._rows)
         if self._was_plain not in (None, is_plain):
             self._steps_of_a_kind, self._is_same_load = 0, True
             self._verify_run, self._draft_run = _Run(), _Run()
@@ -234,24 +241,22 @@ class StepCosts:
         self.set_context(context)
         width = 1 + sum(drafting) / rows
         is_slower = verify_ns > self._scale * self._verify_ns(rows, width)
-        is_fresh = self._is_same_load and self._steps_of_a_kind <= FRESH_STEPS
-        step: float | None = self._fresh_step
+        is_fresh = rows == 1 and self._is_same_load and self._steps_of_a_kind <= FRESH_STEPS
         pace = verify_ns / self._verify_ns(rows, width)
+        step: float | None = None
         if is_fresh:
-            moves, alike = self._verify_run.moves(up=is_slower), self._alike
+            moves, step = self._verify_run.moves(up=is_slower), self._fresh_step
         else:
             # At another load figures may be off alike, which is as if the machine had changed.
             share = 1.0 / TREND_STEPS if is_same_load else 1.0
             self._trend += share * ((1.0 if is_slower else -1.0) - self._trend)
-            moves, alike, step = max(0.0, 1.0 - 2.0 * abs(self._trend)), _only, None
+            moves = max(0.0, 1.0 - 2.0 * abs(self._trend))
         below = int(width)
         part = width - below
-        for count in alike(rows):
-            self._verify[below].move(count, moves * (1.0 - part), up=is_slower, step=step)
-            self._keep_order(below, count)
-            if part:
-                self._verify[below + 1].move(count, moves * part, up=is_slower, step=step)
-                self._keep_order(below + 1, count)
+        for near, share in ((below, 1.0 - part), (below + 1, part)):
+            if share:
+                self._verify[near].move(rows, moves * share, up=is_slower, step=step)
+                self._keep_order(near, rows)
         if not is_fresh:
             self._scale *= _step(SCALE_STEP, up=is_slower)
         if drafting:
@@ -270,26 +275,20 @@ class StepCosts:
             return  # the draft has read what it had missed
         first, *further = drafting
         expected = self.draft_ns(first, 1) + sum(self.draft_ns(n, 2) for n in further)
+        step: float | None = None
         if is_fresh:
-            is_slower, alike, step = draft_ns > expected, self._alike, self._fresh_step
+            is_slower, step = draft_ns > expected, self._fresh_step
             moves = self._draft_run.moves(up=is_slower)
         else:
             # The forward had the same moment, whatever the machine does.
-            is_slower, alike, step = draft_ns * self._scale > expected * pace, _only, None
-            moves = 1.0
-        for count in alike(first):
-            self._first.move(count, moves, up=is_slower, step=step)
-        for count in {near for deeper in further for near in alike(deeper)}:
+            is_slower, moves = draft_ns * self._scale > expected * pace, 1.0
+        self._first.move(first, moves, up=is_slower, step=step)
+        for count in set(further):
             self._further.move(count, moves, up=is_slower, step=step)
 
     def note_reading(self, tokens: int, read_ns: int) -> None:
         """The draft read so many tokens of a prompt."""
         self._reading *= _step(READING_STEP, up=read_ns > self.read_ns(tokens))
-
-    def _alike(self, rows: int) -> range:
-        """About as many rows."""
-        most = self._most_rows
-        return range(math.ceil(rows / FRESH_ROWS), min(most, int(rows * FRESH_ROWS)) + 1)
 
     def _keep_order(self, width: int, rows: int) -> None:
         """A wider forward is no faster. So a figure that was measured in a bad moment cannot make
@@ -308,10 +307,6 @@ class StepCosts:
 
     def note_probe(self, rows: int, probe_ns: int) -> None:
         self._probe *= _step(PROBE_STEP, up=probe_ns > self.probe_ns(rows))
-
-
-def _only(rows: int) -> range:
-    return range(rows, rows + 1)
 
 
 def _step(share: float, *, up: bool) -> float:

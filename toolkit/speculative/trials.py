@@ -39,7 +39,7 @@ LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 FIRST_BLOCKS, FIRST_TRIALS = 8, 3
 # Where little is known of what both ways take beside each other, from this promise on a trial comes
 # sooner.
-DOUBTFUL_PROMISE = 0.9
+DOUBTFUL_PROMISE = 0.85
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
 # Of the time, at most, that trials lose, but for the first ones, and the first behind drafts that
 # began. It has passed before they begin.
