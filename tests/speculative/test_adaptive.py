@@ -605,6 +605,24 @@ def test_a_batch_that_ends_together_is_taken_to_begin_together() -> None:
     assert decider.keeps(1)
 
 
+def test_what_follows_a_batch_that_decoded_plainly_is_taken_for_another_batch() -> None:
+    """Its last request drafted. The first one of the next batch is alone for a moment."""
+    decider = only_alone()
+    assert chosen(decider, Adaptation(900.0, 1000.0)) > [0]
+    for _ in range(2):  # it is idle for long
+        decider.pause()
+    assert decider.awaits_more(1)
+    first = Adaptation(900.0, 1000.0)
+    decider.join(first, 1)
+    assert first.draft_len == 0
+    for _ in range(AWAIT_STEPS_PLAIN):
+        assert decider.keeps(1)
+    assert not decider.keeps(1)
+    assert chosen(decider, first) > [0]
+    decider.pause()
+    assert not decider.awaits_more(1)
+
+
 def test_drafts_end_at_once_where_more_rows_joined() -> None:
     """That is no luck, as a few hard words may be."""
     decider = only_alone()

@@ -103,7 +103,7 @@ def test_behind_what_luck_does_not_explain_nothing_is_known(surprise: float, cou
     drafts_ns = 1e6  # as exact as whole nanoseconds are
     compare(comparison, 1e6 * math.exp(surprise * MOST_LUCK), drafts_ns, tried=True)
     assert math.log(costs.plain[ROWS]) == pytest.approx(counts * surprise * MOST_LUCK, rel=1e-3)
-    assert comparison.is_known(ROWS) is (surprise < 1.0)
+    assert comparison.doubt(ROWS) == pytest.approx(NOISE / 3 if surprise < 1.0 else NOISE)
 
 
 def test_of_requests_alone_all_is_known() -> None:

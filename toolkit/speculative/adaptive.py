@@ -206,6 +206,15 @@ class Rest:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class _Crowd:
+    """The most requests that were decided for together since none was left, and how."""
+
+    rows: int
+    drafts: bool
+    why_not: DraftLenReason
+
+
 @dataclass(slots=True)
 class _Plan:
     """draft_lens: one per row. tokens_per_ns: of the whole batch."""
@@ -254,6 +263,7 @@ class Controller:
     _confirmations: int = 0  # since then
     _least_worth: float = math.inf
     _why_not: DraftLenReason = "acceptance"
+    _crowd: _Crowd | None = None
     # By how much recent requests differed beyond luck, and what luck explains: see _pooled.
     _spread: float = 0.0
     _luck: float = 0.0
@@ -323,9 +333,16 @@ class Controller:
         self.expected_acceptance += (rate - expected) / (1 + self._finished)
 
     def pause(self) -> None:
-        """No request is left. What comes next is of another moment of the machine."""
+        """No request is left. What comes next is of another moment of the machine, and is taken for
+        the first of as many as there were at most. So if those decoded plainly, it does, too, until
+        none has followed for a while.
+        """
         if self.comparison is not None:
             self.comparison.end()
+        crowd = self._crowd
+        if crowd is not None and not crowd.drafts and crowd.rows > self._rows:
+            self._rows, self._deepest, self._why_not = crowd.rows, 0, crowd.why_not
+        self._crowd = None
 
     def reconsider(self) -> None:
         """Let `keeps` say no for the next step, unless rows that decode plainly await others."""
@@ -636,6 +653,8 @@ class Controller:
             if length:
                 self._least_worth = min(self._least_worth, self.trust * alpha**length)
             self._set(state, length, self._why_not, rows)
+        if self._crowd is None or rows >= self._crowd.rows:
+            self._crowd = _Crowd(rows, self._deepest > 0, self._why_not)
         self._wait(states, is_steady=is_steady)
         # Fewer rows may soon be still fewer.
         is_possible = not (fixed or has_shrunk or self.compares)

@@ -138,7 +138,7 @@ class Comparison:
         plain, drafts = (_mean(map(self._costs.pace, self._steps[way])) for way in (False, True))
         is_luck = abs(math.log(plain / drafts)) <= MOST_LUCK
         if not is_luck:
-            self._compared[load] = self._attempts[load] = 0
+            self._compared[load] = 0
         weight = max(LEAST_WEIGHT, 1.0 / (2 + self._compared[load]))
         self._compared[load] += is_luck
         factor = max(1.0 / MOST_CORRECTION, min(MOST_CORRECTION, plain / drafts)) ** weight
