@@ -10,6 +10,7 @@ from toolkit.speculative.trials import (
     CHANGE_THAT_MATTERS,
     CHANGED_SHARE,
     DOUBTFUL_PROMISE,
+    DOUBTFUL_SHARE,
     FIRST_BLOCKS,
     FIRST_TRIALS,
     LEAST_INTERVAL,
@@ -173,7 +174,8 @@ def test_a_request_alone_loses_less_to_trials_than_a_batch_that_drafts() -> None
 @pytest.mark.parametrize("promise", [DOUBTFUL_PROMISE, DOUBTFUL_PROMISE - 0.01])
 def test_where_little_is_known_what_may_pay_is_tried_sooner(promise: float) -> None:
     trials = Trials(4)
-    for _ in range(LEAST_INTERVAL):
+    lost = TRIAL_STEPS * (1.0 / promise - 1.0) + SETTLING_LOSS + FURTHER
+    for _ in range(max(LEAST_INTERVAL, round(lost / DOUBTFUL_SHARE))):
         trials.pass_step(4)
     begins = trials.begin(4, promise, FURTHER, step_ns=STEP_NS, drafts=False, little_is_known=True)
     assert begins is (promise == DOUBTFUL_PROMISE)

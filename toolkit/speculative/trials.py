@@ -38,8 +38,8 @@ LEAST_INTERVAL = 128  # steps at a load before a trial, at least
 # texts. If requests come or leave meanwhile, so many are made.
 FIRST_BLOCKS, FIRST_TRIALS = 8, 3
 # Where little is known of what both ways take beside each other, from this promise on a trial comes
-# sooner.
-DOUBTFUL_PROMISE = 0.85
+# sooner, and trials lose more of the time.
+DOUBTFUL_PROMISE, DOUBTFUL_SHARE = 0.85, 0.02
 ASK_AGAIN_STEPS = 32  # whether one that was put off may begin: what it costs changes
 # Of the time, at most, that trials lose, but for the first ones, and the first behind drafts that
 # began. It has passed before they begin.
@@ -145,7 +145,7 @@ class Trials:
         if drafts and self._drafts[load] is False:  # they began on what one trial showed, or none
             interval = min(interval, LEAST_INTERVAL)
         if little_is_known and promise >= DOUBTFUL_PROMISE:
-            interval = min(interval, LEAST_INTERVAL)
+            interval = min(interval, max(LEAST_INTERVAL, round(lost / DOUBTFUL_SHARE)))
         may_come_sooner = drafts and self._first[load] > 0
         if may_come_sooner:
             interval = min(interval, self._steps[load] + max(0, FIRST_BLOCKS - blocks))
