@@ -623,6 +623,17 @@ def test_what_follows_a_batch_that_decoded_plainly_is_taken_for_another_batch() 
     assert not decider.awaits_more(1)
 
 
+def test_what_the_last_request_of_a_batch_rested_for_is_not_for_the_next_batch() -> None:
+    """Else the first one of the next batch would decode plainly for as long, if none followed."""
+    decider = only_alone()
+    assert chosen(decider, Adaptation(10.0, 1000.0)) == [0]
+    assert decider.keeps(1) and decider.rests(1)
+    decider.pause()
+    decider.join(Adaptation(900.0, 1000.0), 1)
+    assert not decider.rests(1)
+    assert [decider.keeps(1) for _ in range(AWAIT_STEPS_PLAIN + 1)][-1] is False
+
+
 def test_drafts_end_at_once_where_more_rows_joined() -> None:
     """That is no luck, as a few hard words may be."""
     decider = only_alone()

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from toolkit.speculative.comparison import (
+    FURTHER_ATTEMPTS,
     GIVEN_UP_STEPS,
     LEAST_STEPS,
     LEAST_WEIGHT,
@@ -104,6 +105,10 @@ def test_behind_what_luck_does_not_explain_nothing_is_known(surprise: float, cou
     compare(comparison, 1e6 * math.exp(surprise * MOST_LUCK), drafts_ns, tried=True)
     assert math.log(costs.plain[ROWS]) == pytest.approx(counts * surprise * MOST_LUCK, rel=1e-3)
     assert comparison.doubt(ROWS) == pytest.approx(NOISE / 3 if surprise < 1.0 else NOISE)
+    assert comparison.is_known(ROWS) is (surprise < 1.0)
+    for _ in range(FURTHER_ATTEMPTS):
+        comparison.begin(ROWS)
+    assert comparison.is_known(ROWS)
 
 
 def test_of_requests_alone_all_is_known() -> None:

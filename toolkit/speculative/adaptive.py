@@ -341,6 +341,7 @@ class Controller:
             self.comparison.end()
         crowd = self._crowd
         if crowd is not None and not crowd.drafts and crowd.rows > self._rows:
+            self._wake()
             self._rows, self._deepest, self._why_not = crowd.rows, 0, crowd.why_not
         self._crowd = None
 

@@ -33,11 +33,12 @@ PREEMPTED = 2.0  # so many medians, and all beyond, count as so many
 # What is compared changes, so the latest ones count most.
 NOISE, LEAST_WEIGHT = 0.08, 0.2
 MOST_CORRECTION = 1.35
-# What is more than luck is of another machine: what was known before it does not count.
-MOST_LUCK = 3.0 * NOISE
 # A load is known from so many comparisons on. Where requests come and go so fast that none comes to
 # its end, it is taken for known behind so many attempts.
 KNOWN_FROM, MOST_ATTEMPTS = 2, 6
+# What is more than luck is of another machine: what was known before it does not count, and there
+# are two further attempts.
+MOST_LUCK, FURTHER_ATTEMPTS = 3.0 * NOISE, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class Comparison:
         is_luck = abs(math.log(plain / drafts)) <= MOST_LUCK
         if not is_luck:
             self._compared[load] = 0
+            self._attempts[load] = min(self._attempts[load], MOST_ATTEMPTS - FURTHER_ATTEMPTS)
         weight = max(LEAST_WEIGHT, 1.0 / (2 + self._compared[load]))
         self._compared[load] += is_luck
         factor = max(1.0 / MOST_CORRECTION, min(MOST_CORRECTION, plain / drafts)) ** weight

@@ -3,8 +3,9 @@
 The steps that are taken correct their own figures, and the scale that all of them share follows the
 machine (`costs`). So a figure that was timed in a bad moment stays as it is if it keeps itself from
 being used: a batch drafts though that loses, or decodes plainly though drafts would pay. Therefore
-a few steps are now and then taken the other way. What they take beside those before them corrects
-their figures, and in a batch what they take beside those behind them is compared (`comparison`).
+a few steps are now and then taken the other way. Of a request alone what they take beside those
+before them corrects their figures; of a batch they are compared with those behind them
+(`comparison`).
 
 Pure, and only of Python's standard library.
 """
