@@ -488,7 +488,7 @@ class Compared:
     def pace(self, step: ComparedStep) -> float:
         return 1.0
 
-    def correct_plain(self, rows: range, factor: float) -> None:
+    def correct_plain(self, rows: range, factor: float, *, goes_on_plainly: bool) -> None:
         assert factor == 1.0
 
 

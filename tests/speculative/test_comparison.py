@@ -32,11 +32,13 @@ class Told:
 
     def __init__(self) -> None:
         self.plain = dict.fromkeys(range(1, 17), 1.0)
+        self.goes_on_plainly: bool | None = None
 
     def pace(self, step: ComparedStep) -> float:
         return step.ns / (1000.0 * (1.0 if step.drafting else self.plain[step.rows]))
 
-    def correct_plain(self, rows: range, factor: float) -> None:
+    def correct_plain(self, rows: range, factor: float, *, goes_on_plainly: bool) -> None:
+        self.goes_on_plainly = goes_on_plainly
         for count in rows:
             self.plain[count] *= factor
 
@@ -67,7 +69,7 @@ def test_plain_steps_are_corrected_by_what_both_ways_take(tried: bool) -> None:
     comparison = Comparison(16, costs := Told())
     for _ in range(20):
         compare(comparison, 1200.0, 1000.0, tried=tried)
-        assert not comparison.is_on
+        assert not comparison.is_on and costs.goes_on_plainly is tried
     corrected = [rows for rows, factor in costs.plain.items() if factor != 1.0]
     assert corrected == [5, 6, 7, 8]
     assert costs.plain[ROWS] == pytest.approx(1.2, rel=0.01)

@@ -210,7 +210,7 @@ def test_what_a_comparison_corrects_is_not_taken_back(plain_goes_on: bool) -> No
     take(drafts=plain_goes_on)
     take(drafts=not plain_goes_on)
     before, expected = beside_plain(), costs.step_ns(4, 1.0 if plain_goes_on else 2.0)
-    costs.correct_plain(range(3, 5), 1.2)
+    costs.correct_plain(range(3, 5), 1.2, goes_on_plainly=plain_goes_on)
     assert costs.step_ns(4, 1.0 if plain_goes_on else 2.0) == pytest.approx(expected)
     take(drafts=not plain_goes_on)
     assert beside_plain() == pytest.approx(before / 1.2, rel=0.02)

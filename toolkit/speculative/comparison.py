@@ -63,9 +63,9 @@ class ComparedCosts(Protocol):
         """
         ...
 
-    def correct_plain(self, rows: range, factor: float) -> None:
+    def correct_plain(self, rows: range, factor: float, *, goes_on_plainly: bool) -> None:
         """Let plain steps of so many rows take so many times what they are said to take beside
-        those with drafts.
+        those with drafts. goes_on_plainly: whether the last step was a plain one.
         """
         ...
 
@@ -145,7 +145,7 @@ class Comparison:
         self._compared[load] += is_luck
         factor = max(1.0 / MOST_CORRECTION, min(MOST_CORRECTION, plain / drafts)) ** weight
         rows = range(2**load // 2 + 1, min(2**load, self._max_rows) + 1)
-        self._costs.correct_plain(rows, factor)
+        self._costs.correct_plain(rows, factor, goes_on_plainly=not self._drafts)
 
 
 def _mean(of_steps: Iterable[float]) -> float:

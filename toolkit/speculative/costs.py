@@ -175,15 +175,14 @@ class StepCosts:
         )
         return max(1.0, step.ns - self._host_ns(rows, width)) / figures
 
-    def correct_plain(self, rows: range, factor: float) -> None:
-        """Let plain steps of so many rows take so many times what they are said to take beside
-        those with drafts. What steps of the present kind are expected to take stays as it is, or
+    def correct_plain(self, rows: range, factor: float, *, goes_on_plainly: bool) -> None:
+        """See ComparedCosts. What steps of the present kind are expected to take stays as it is, or
         the next ones would take the correction back.
         """
         for count in rows:
             self._verify[1].multiply(count, factor)
             self._keep_order(1, count)
-        if self._was_plain:
+        if goes_on_plainly:
             self._scale /= factor
 
     def _host_ns(self, rows: int, width: float) -> float:
