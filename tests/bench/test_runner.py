@@ -162,7 +162,8 @@ def test_what_percentiles_want_is_said(
 ) -> None:
     found = run(stub, prompts, requests=requests)
     assert finding(found, "percentiles") == (
-        f"{lacking}p99 needs 1000 answered requests, and there are {requests} (--requests)"
+        f"{lacking}p99 needs 1000 answered requests, and there are {requests} (`toolkit bench"
+        " --requests`)"
     )
 
 

@@ -157,6 +157,12 @@ def test_a_whole_number_is_nothing_else(folder: Path, value: str) -> None:
     assert fault.hint
 
 
+def test_a_key_of_a_section_below_is_not_taken_for_one_that_is_like_it(folder: Path) -> None:
+    file = with_line(folder, "engine:", "speculation: {min_acceptance_length: 2}\nengine:")
+    fault = next(each for each in faults_of(file) if "min_acceptance" in each.path)
+    assert fault.hint == "did you mean speculation.adaptive.min_acceptance_length?"
+
+
 @pytest.mark.parametrize(
     "key, hint",
     [
@@ -418,6 +424,12 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
             SCHEDULE.format("4", "{2: 4}"),
             "speculation.draft_len_schedule",
             "must begin with 1: 4",
+        ),
+        (
+            "engine:",
+            SCHEDULE.format("4", "{1: 2, 4: 1}"),
+            "speculation.draft_len_schedule",
+            "begins with 1: 2, and max_draft_len is 4",
         ),
         (
             "engine:",

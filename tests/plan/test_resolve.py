@@ -610,6 +610,12 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             "drafting never stops: no more than engine.max_batch_size 4 run at once",
         ),
         (
+            "torch",
+            {"validation__latency__concurrency": (1, 4, 16)},
+            "toolkit-loads-beyond-batch",
+            "of 16 requests at a time no more than engine.max_batch_size 4 run at once",
+        ),
+        (
             "vllm_cpu",
             {"speculation__max_matching_ngram_size": 4},
             "toolkit-ngram-size",

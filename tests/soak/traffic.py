@@ -190,6 +190,22 @@ def _stop(server: Server, request_id: str) -> Any:
     return message
 
 
+def _many_stop_words(server: Server) -> Any:
+    """A message with a million of them, in 4 MB."""
+    message = server.message("abcd", stop=("x",))
+    place = next(i for i, tensor in enumerate(message.inputs) if "stop" in tensor.name)
+    count = 1_000_000
+    message.raw_input_contents[place] = bytes(4 * count)
+    message.inputs[place].shape[-1] = count
+    return message
+
+
+def _long_name(server: Server) -> Any:
+    message = server.message("abcd")
+    message.parameters["k" * 2**22].int64_param = 1
+    return message
+
+
 def _engine_call(tokens: int) -> Any:
     """A call of the target of the layout bls that wants the logits of so many tokens."""
     message = service_pb2.ModelInferRequest(model_name="tensorrt_llm")
@@ -237,6 +253,8 @@ HOSTILE: dict[str, Attack] = {
     "a prompt of 4 MB": lambda server: server.message("abcd " * 800_000),
     "a million tokens": lambda server: server.message("abcd", max_tokens=1_000_000),
     "a deadline of a week": lambda server: server.message("abcd", timeout_ms=7 * 86_400_000),
+    "a million empty stop words": _many_stop_words,
+    "a parameter with a name of 4 MB": _long_name,
     "drafts without end": lambda server: server.message("abcd", num_draft_tokens=100_000),
 }
 # Only llmapi can be asked to stop a request. No model counts these, nor those to an engine model.

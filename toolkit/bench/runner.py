@@ -797,7 +797,9 @@ def _findings(points: Sequence[BenchPoint], plan: Plan) -> list[Finding]:
     lacking = {q: few for q in PERCENTILES if (few := metrics.too_few(answered, q)) is not None}
     if answered and lacking:
         needed = ", ".join(f"p{q} needs {few.need}" for q, few in lacking.items())
-        detail = f"{needed} answered requests, and there are {answered} (--requests)"
+        detail = (
+            f"{needed} answered requests, and there are {answered} (`toolkit bench --requests`)"
+        )
         findings.append(Finding("percentiles", "note", detail))
     return findings
 
@@ -816,8 +818,9 @@ def undecided_speed(points: Sequence[BenchPoint], limits: Sequence[Limit]) -> It
             ):
                 detail = (
                     f"{_load_words(point)}: {point.arms[-1].name} is not shown to be faster or"
-                    f" slower than {point.arms[0].name} ({ratio.low:.3f} to {ratio.high:.3f}); more"
-                    " --max-rounds narrow it, --gate 'speed>=1.1' judges it"
+                    f" slower than {point.arms[0].name} ({ratio.low:.3f} to {ratio.high:.3f});"
+                    " `toolkit bench` with more --max-rounds narrows it, with --gate 'speed>=1.1'"
+                    " judges it"
                 )
                 yield Finding("speed", "warning", detail)
 

@@ -210,12 +210,12 @@ def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
             f"is not a key of kind {variant}",
             f"It belongs to {' and '.join(kinds)}; set {path[0]}.kind, or remove this line.",
         )
+    sections = [section for section, keys in _known_keys().items() if name in keys]
+    below = [section for section in sections if section[: len(path) - 1] == path[:-1]]
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if matches:
+    if matches and not (path[:-1] and below):
         return "unknown key", f"did you mean {matches[0]!r}?"
-    elsewhere = [
-        dotted((*section, name)) for section, keys in _known_keys().items() if name in keys
-    ]
+    elsewhere = [dotted((*section, name)) for section in below or sections]
     if elsewhere:
         return "unknown key here", f"did you mean {' or '.join(elsewhere[:3])}?"
     section = f"in `{dotted(path[:-1])}`" if path[:-1] else "at the top level"

@@ -280,9 +280,14 @@ class SpeculationConfig(Section):
                 "draft_len_schedule is measured if max_draft_len is auto; remove one of the two"
             )
         ordered = sorted(schedule.items())
-        if ordered[:1] != [(1, longest)]:
+        if 1 not in schedule:
             raise ValueError(
                 f"draft_len_schedule must begin with 1: {longest}, which is max_draft_len; add it"
+            )
+        if schedule[1] != longest:
+            raise ValueError(
+                f"draft_len_schedule begins with 1: {schedule[1]}, and max_draft_len is {longest};"
+                " let both be the same"
             )
         for (_, earlier), (load, later) in itertools.pairwise(ordered):
             if later > earlier:

@@ -179,9 +179,14 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
             item.num_bytes for item in serving_stage.items if not item.name.startswith("KV")
         )
         sequence = serving.kv_bytes_per_token * (engine.max_seq_len + subject.draft_len)
+        cached = f"{_gb(sequence)} for one sequence of max_seq_len"
+        if not is_shared:  # each slot has its own
+            cached = (
+                f"{_gb(engine.max_batch_size * sequence)} for {engine.max_batch_size} slots of"
+                f" max_seq_len {engine.max_seq_len}"
+            )
         what = (
-            f"{_gb(fixed)} without KV cache and {_gb(sequence)} for one sequence of max_seq_len do"
-            f" not fit {place}{_share_of_gpu(subject)}"
+            f"{_gb(fixed)} without KV cache and {cached} do not fit {place}{_share_of_gpu(subject)}"
         )
         yield Judgement("memory", "refused", "engine", what, _would_fit(subject, host_bytes))
     if is_shared and 1 <= serving.sequences < engine.max_batch_size:

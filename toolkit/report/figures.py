@@ -177,6 +177,11 @@ def next_steps(report: ValidationReport) -> list[str]:
         for finding in report.findings
         if finding.severity in ("warning", "error")
     ]
+    if report.crossover is not None and report.crossover.stops_at is not None:
+        steps.append(
+            f"Load: speculation is {report.crossover.detail}; speculation.draft_len_schedule or"
+            " max_concurrency ends drafts at a load."
+        )
     if steps:
         return steps
     if report.replaced:

@@ -294,7 +294,12 @@ def _loads(report: ValidationReport) -> Table:
     )
     note = "" if report.crossover is None else f"Speculation is {report.crossover.detail}."
     return Table(
-        "Load: several requests at once", columns, rows, ("throughput", "speed", "tpot"), note
+        "Load: several requests at once",
+        columns,
+        rows,
+        ("throughput", "speed", "tpot"),
+        note,
+        is_brief=True,
     )
 
 

@@ -235,7 +235,7 @@ class SpeculativeRuntime:
                 raise RequestError("the runtime is closed")
             if request.request_id in self._open:
                 raise RequestError(
-                    f"request id {request.request_id!r:.60} is already being served",
+                    f"request id {request.request_id[:60]!r} is already being served",
                     hint="Send another id.",
                 )
             max_open = self._target.max_batch_size + self.settings.max_queue_size

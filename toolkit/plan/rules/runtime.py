@@ -245,17 +245,22 @@ def _max_prompt_tokens(subject: Subject) -> Findings:
 
 
 def _loads_beyond_batch(subject: Subject) -> Findings:
-    speculation, largest = subject.config.speculation, subject.config.engine.max_batch_size
+    speculation, validation = subject.config.speculation, subject.config.validation
+    largest = subject.config.engine.max_batch_size
+    most = f"no more than engine.max_batch_size {largest} run at once"
     beyond = [load for load in speculation.draft_len_by_load if load > largest]
-    if not speculation.is_enabled or not beyond:
-        return
-    path = "speculation.draft_len_schedule"
-    what = f"its lengths from {beyond[0]} running requests on have no effect"
-    if speculation.max_concurrency is not None:
-        path = "speculation.max_concurrency"
-        what = "drafting never stops"
-    what += f": no more than engine.max_batch_size {largest} run at once"
-    yield RuleFinding("adjusted", path, what)
+    if speculation.is_enabled and beyond:
+        path = "speculation.draft_len_schedule"
+        what = f"its lengths from {beyond[0]} running requests on have no effect"
+        if speculation.max_concurrency is not None:
+            path = "speculation.max_concurrency"
+            what = "drafting never stops"
+        yield RuleFinding("adjusted", path, f"{what}: {most}")
+    loads = () if validation is None else validation.latency.concurrency
+    waiting = [str(load) for load in loads if load > largest]
+    if waiting:
+        what = f"of {' or '.join(waiting)} requests at a time {most}, and the others wait"
+        yield RuleFinding("adjusted", "validation.latency.concurrency", what)
 
 
 def _ngram_size(subject: Subject) -> Findings:

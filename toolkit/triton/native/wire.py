@@ -59,6 +59,9 @@ TYPES: Mapping[int, Any] = {
     BYTES: np.dtype(np.object_),
 }
 MAX_DIMS, MAX_DIM = 8, 2**31 - 1  # of what is read; numpy takes no array of any shape
+# Of the elements that Python takes one by one, on a thread that reads everybody's requests. The
+# most that a model of ours takes are the 4,096 ids of stop words, twice.
+MAX_ELEMENTS = 2**14
 NUMBERS = {dtype: number for number, dtype in TYPES.items()}
 U32, PAIR, RESPONSE_HEAD = struct.Struct("=I"), struct.Struct("=II"), struct.Struct("=IcQBB")
 VALUE_FRAME = struct.Struct("=IcIBd")
@@ -115,7 +118,7 @@ class Reader:
         if type_number not in TYPES:
             raise ValueError(f"{name} has a type that no model of ours reads: {type_number}")
         try:
-            return name, Received.of(type_number, shape, content)
+            return name, Received.of(name, type_number, shape, content)
         except ValueError as error:
             raise ValueError(f"the content of {name} does not fit its shape: {error}") from error
 
@@ -127,50 +130,57 @@ class Reader:
 
 
 class Received(NamedTuple):
-    """A tensor that was read. texts: its elements; None for numbers, which lie in the content."""
+    """A tensor that was read. Texts are split when they are asked for."""
 
+    name: str
     type_number: int
     shape: tuple[int, ...]
     content: memoryview
-    texts: list[bytes] | None
 
     @classmethod
-    def of(cls, type_number: int, shape: tuple[int, ...], content: memoryview) -> Received:
+    def of(
+        cls, name: str, type_number: int, shape: tuple[int, ...], content: memoryview
+    ) -> Received:
         """Raises ValueError if the content does not fit the shape."""
         if len(shape) > MAX_DIMS or not all(0 <= dim <= MAX_DIM for dim in shape):
             raise ValueError(f"{list(shape)} is none that is read")
-        texts = _elements(content) if type_number == BYTES else None
-        if texts is not None and len(texts) != math.prod(shape):
-            raise ValueError(f"{len(texts)} elements for {list(shape)}")
-        if texts is None and len(content) != math.prod(shape) * TYPES[type_number].itemsize:
+        size = math.prod(shape) * TYPES[type_number].itemsize
+        if type_number != BYTES and len(content) != size:
             raise ValueError(f"{len(content)} bytes for {list(shape)}")
-        return cls(type_number, shape, content, texts)
+        return cls(name, type_number, shape, content)
 
     def elements(self) -> list[Any]:
-        """Flat. To make an array of a few takes longer."""
-        if self.texts is not None:
-            return self.texts
-        count, code = math.prod(self.shape), TYPES[self.type_number].char
-        return list(struct.unpack(f"{count}{code}", self.content))
+        """Flat. To make an array of a few takes longer. Raises ValueError for more than
+        MAX_ELEMENTS, and for texts that do not fit the shape.
+        """
+        count = math.prod(self.shape)
+        if count > MAX_ELEMENTS:
+            raise ValueError(f"{self.name} holds {count} elements; {MAX_ELEMENTS} at most are read")
+        if self.type_number == BYTES:
+            return self._texts(count)
+        return list(struct.unpack(f"{count}{TYPES[self.type_number].char}", self.content))
 
     def array(self) -> NDArray[Any]:
+        """Raises ValueError as `elements` does, where it holds texts."""
         dtype = TYPES[self.type_number]
-        if self.texts is None:
+        if self.type_number != BYTES:
             return np.frombuffer(self.content, dtype).reshape(self.shape)
-        return np.array(self.texts, dtype).reshape(self.shape)
+        return np.array(self.elements(), dtype).reshape(self.shape)
 
-
-def _elements(content: memoryview) -> list[bytes]:
-    """Raises ValueError for content that is not whole: clients write it."""
-    elements, at = [], 0
-    while at < len(content):
-        end = at + 4
-        size = U32.unpack(content[at:end])[0] if end <= len(content) else len(content)
-        at = end + size
-        if at > len(content):
-            raise ValueError("an element ends early")
-        elements.append(bytes(content[at - size : at]))
-    return elements
+    def _texts(self, count: int) -> list[bytes]:
+        """Clients write the content: it need not be whole."""
+        texts: list[bytes] = []
+        content, at = self.content, 0
+        while at < len(content) and len(texts) <= count:
+            end = at + 4
+            size = U32.unpack(content[at:end])[0] if end <= len(content) else len(content)
+            at = end + size
+            if at > len(content):
+                raise ValueError(f"an element of {self.name} ends early")
+            texts.append(bytes(content[at - size : at]))
+        if len(texts) != count:
+            raise ValueError(f"{self.name} does not hold {count} elements")
+        return texts
 
 
 def simple_frame(kind: bytes, text: str | None = None) -> bytes:

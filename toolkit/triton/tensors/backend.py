@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats
 from toolkit.triton.tensors.contract import METRICS
 from toolkit.words import RequestOutcome
@@ -59,9 +60,16 @@ def folder_of(arguments: Mapping[str, str]) -> Path:
 
 
 def elements_of(tensor: Any) -> list[Any]:
-    """Of an input, flat. Our own backend has them without an array, which takes longer to make."""
+    """Of an input, flat. Our own backend has them without an array, which takes longer to make.
+    Raises RequestError for more than it gives.
+    """
     elements = getattr(tensor, "elements", None)
-    found: list[Any] = tensor.as_numpy().reshape(-1).tolist() if elements is None else elements()
+    try:
+        found: list[Any] = (
+            tensor.as_numpy().reshape(-1).tolist() if elements is None else elements()
+        )
+    except ValueError as error:
+        raise RequestError(str(error)) from error
     return found
 
 

@@ -79,6 +79,8 @@ IGNORED_PARAMETERS = (
     "binary_data_output",
 )
 
+MAX_LIKE = 64  # characters of a name that may be like an input's
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -186,7 +188,7 @@ def check_is_only(count: int, request_id: str) -> None:
     """
     if count > 1:
         raise RequestError(
-            f"{count} running requests have the id {request_id!r:.60}, so none is cancelled",
+            f"{count} running requests have the id {request_id[:60]!r}, so none is cancelled",
             hint="Give requests ids that nobody else chooses, such as a UUID.",
         )
 
@@ -201,10 +203,11 @@ def _unknown_input(name: str, request_format: RequestFormat) -> RequestError:
     prefix = request_format.prefix
     options = [known.removeprefix(prefix) for known in request_format.inputs]
     meant = request_format.names.get(name, name).removeprefix(prefix)
-    near = difflib.get_close_matches(meant, options, n=1)
+    is_short = len(meant) <= MAX_LIKE  # to compare takes time in proportion
+    near = difflib.get_close_matches(meant, options, n=1) if is_short else []
     known = ", ".join(request_format.inputs)
     return RequestError(
-        f"unknown input {name!r:.60}",
+        f"unknown input {name[:MAX_LIKE]!r}",
         hint=f"Did you mean {request_format.tensor_name(near[0])!r}?"
         if near
         else f"Known: {known}.",
@@ -327,7 +330,7 @@ def _acceptance(value: Any) -> RequestAcceptance | None:
         return None
     rule = _text(value, "acceptance")
     if rule not in ACCEPTANCE:
-        raise RequestError(f"acceptance is {rule!r:.60}; known: {', '.join(ACCEPTANCE)}")
+        raise RequestError(f"acceptance is {rule[:60]!r}; known: {', '.join(ACCEPTANCE)}")
     return None if rule == "auto" else cast(RequestAcceptance, rule)
 
 

@@ -265,7 +265,7 @@ class TritonPythonModel:
         check_is_only(len(jobs), name)
         for job in jobs:
             self._runtime.cancel(job.id)
-        return "cancelled by the client" if jobs else f"no request with id {name!r:.60} is running"
+        return "cancelled by the client" if jobs else f"no request with id {name[:60]!r} is running"
 
     # The runtime's thread.
 

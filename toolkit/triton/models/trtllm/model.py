@@ -229,7 +229,7 @@ class TritonPythonModel:
             job.ended = ("cancelled", "cancelled by the client")
         said = "cancelled by the client"
         if not jobs:
-            said = f"no request with id {asking.name!r:.60} is running"
+            said = f"no request with id {asking.name[:60]!r} is running"
         _send_error(asking.sender, "cancelled", said)
 
     async def _end_all(self) -> None:
