@@ -212,6 +212,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("torch", {"hardware__nodes": 2}, "toolkit-one-device", "one device", "trtllm_pytorch"),
     ("torch", {"hardware__count": 4}, "toolkit-one-device", "one device", "remove"),
     # memory
+    ("torch", {"engine__max_batch_size": 1_000_000}, "memory", " for 1000000 slots of max_seq_len ", "smaller engine.max_batch_size"),
     ("pytorch", {**both(NONE), **gpu("H100")},
      "memory", "do not fit H100", "tp_size: 2 and hardware.count: 2, or quant_algo: FP8, or"),
     ("pytorch", gpu("L40S"), "memory", "do not fit L40S", "tp_size: 2"),

@@ -182,8 +182,8 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
         cached = f"{_gb(sequence)} for one sequence of max_seq_len"
         if not is_shared:  # each slot has its own
             cached = (
-                f"{_gb(engine.max_batch_size * sequence)} for {engine.max_batch_size} slots of"
-                f" max_seq_len {engine.max_seq_len}"
+                f"{_gb(serving.kv_bytes)} for {engine.max_batch_size} slots of max_seq_len"
+                f" {engine.max_seq_len}"
             )
         what = (
             f"{_gb(fixed)} without KV cache and {cached} do not fit {place}{_share_of_gpu(subject)}"

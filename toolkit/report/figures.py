@@ -177,11 +177,6 @@ def next_steps(report: ValidationReport) -> list[str]:
         for finding in report.findings
         if finding.severity in ("warning", "error")
     ]
-    if report.crossover is not None and report.crossover.stops_at is not None:
-        steps.append(
-            f"Load: speculation is {report.crossover.detail}; speculation.draft_len_schedule or"
-            " max_concurrency ends drafts at a load."
-        )
     if steps:
         return steps
     if report.replaced:
@@ -204,6 +199,8 @@ def notes(report: ValidationReport) -> list[str]:
         for finding in report.findings
         if finding.severity == "note"
     ]
+    if report.crossover is not None:
+        told.insert(0, f"Load: speculation is {report.crossover.detail}")
     return told + _over_plan(report)
 
 

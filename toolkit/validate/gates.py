@@ -51,8 +51,8 @@ METRICS_OF_WEIGHTS = {
     "wrong_choices",
 }
 UNKNOWN_STEPS = (
-    "chunks hold more than one step, so it is not known where a block began: a busy machine joins"
-    " them, and so does a server without triton.stream_interval_ms: 0 and triton.decoupled: true"
+    "chunks hold more than one step, so it is not known where a block began: judged on an idle"
+    " machine, with triton.stream_interval_ms: 0 and triton.decoupled: true"
 )
 MIN_TEXTS = 8  # as MIN_PAIRS, for held-out texts
 MIN_PAIRS = 8  # with fewer pairs a bootstrap interval says little; with one it has no width at all

@@ -167,7 +167,7 @@ def test_a_long_name_is_not_compared_with_those_that_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That took 5 seconds for 30 MB, on the thread that accepts everybody's requests."""
-    monkeypatch.setattr("difflib.SequenceMatcher.ratio", None)
+    monkeypatch.setattr("toolkit.triton.tensors.requests.difflib", None)
     with pytest.raises(RequestError, match=rf"unknown input '{'k' * 64}'\n"):
         parse({"text_input": [b"x"]}, {"k" * 65: 1}, LIMITS)
 

@@ -259,7 +259,10 @@ def _loads_beyond_batch(subject: Subject) -> Findings:
     loads = () if validation is None else validation.latency.concurrency
     waiting = [str(load) for load in loads if load > largest]
     if waiting:
-        what = f"of {' or '.join(waiting)} requests at a time {most}, and the others wait"
+        what = (
+            f"of {' or '.join(waiting)} requests at a time {most}, and the others wait; raise it to"
+            " measure as many"
+        )
         yield RuleFinding("adjusted", "validation.latency.concurrency", what)
 
 

@@ -59,8 +59,8 @@ TYPES: Mapping[int, Any] = {
     BYTES: np.dtype(np.object_),
 }
 MAX_DIMS, MAX_DIM = 8, 2**31 - 1  # of what is read; numpy takes no array of any shape
-# Of the elements that Python takes one by one, on a thread that reads everybody's requests. The
-# most that a model of ours takes are the 4,096 ids of stop words, twice.
+# Of the elements that Python takes one by one, on a thread that reads everybody's requests. A model
+# whose tensors are read so takes 64 stop words at most, and refuses more with a better message.
 MAX_ELEMENTS = 2**14
 NUMBERS = {dtype: number for number, dtype in TYPES.items()}
 U32, PAIR, RESPONSE_HEAD = struct.Struct("=I"), struct.Struct("=II"), struct.Struct("=IcQBB")
@@ -144,8 +144,8 @@ class Received(NamedTuple):
         """Raises ValueError if the content does not fit the shape."""
         if len(shape) > MAX_DIMS or not all(0 <= dim <= MAX_DIM for dim in shape):
             raise ValueError(f"{list(shape)} is none that is read")
-        size = math.prod(shape) * TYPES[type_number].itemsize
-        if type_number != BYTES and len(content) != size:
+        is_number = type_number != BYTES
+        if is_number and len(content) != math.prod(shape) * TYPES[type_number].itemsize:
             raise ValueError(f"{len(content)} bytes for {list(shape)}")
         return cls(name, type_number, shape, content)
 

@@ -61,7 +61,7 @@ def folder_of(arguments: Mapping[str, str]) -> Path:
 
 def elements_of(tensor: Any) -> list[Any]:
     """Of an input, flat. Our own backend has them without an array, which takes longer to make.
-    Raises RequestError for more than it gives.
+    Raises RequestError for more elements than it reads one by one, and for texts that are cut off.
     """
     elements = getattr(tensor, "elements", None)
     try:
