@@ -219,8 +219,9 @@ def _engine_call(tokens: int) -> Any:
 
 
 Attack: TypeAlias = Callable[[Server], Any]
-# By name. Triton itself refuses these, so that no model counts them,
-TRITON_REFUSES: dict[str, Attack] = {
+# By name. What Triton itself refuses no model counts; what our models refuse begins so.
+COUNTED = "[refused]"
+MALFORMED: dict[str, Attack] = {
     "a prompt of numbers": lambda server: _text_input(
         server.message("abcd"), b"\1\0\0\0", datatype="INT32"
     ),
@@ -233,9 +234,6 @@ TRITON_REFUSES: dict[str, Attack] = {
     "an input that is not there": lambda server: _text_input(
         server.message("abcd"), name="text_inputs"
     ),
-}
-# and the model these.
-MODEL_REFUSES: dict[str, Attack] = {
     "a prompt that is not UTF-8": lambda server: _text_input(
         server.message("abcd"), b"\4\0\0\0\xff\xfe\xfd\xfc"
     ),
@@ -244,7 +242,6 @@ MODEL_REFUSES: dict[str, Attack] = {
     ),
     "a negative number of tokens": lambda server: server.message("abcd", max_tokens=-1),
 }
-MALFORMED = TRITON_REFUSES | MODEL_REFUSES
 HOSTILE: dict[str, Attack] = {
     "100,000 stop words": lambda server: server.message(
         "abcd", max_tokens=64, stop=tuple(f"word {number}" for number in range(100_000))
@@ -264,7 +261,7 @@ STOPS: dict[str, Attack] = {
 ENGINE_HOSTILE: dict[str, Attack] = {
     "the logits of a million tokens": lambda server: _engine_call(1_000_000),
 }
-NOT_COUNTED = frozenset([*TRITON_REFUSES, *STOPS, *ENGINE_HOSTILE])
+NOT_COUNTED = frozenset([*STOPS, *ENGINE_HOSTILE])
 DEAD_MODEL = "[error] the model's process"  # triton/native/backend.cpp
 # What has to be in the answer, where it says more than that something is refused.
 WORDS = {
@@ -326,7 +323,7 @@ class Traffic:
                         "refused",
                         "right" if is_told else "wrong",
                         why="" if is_told else f"{name}: {error}",
-                        by_model=name not in NOT_COUNTED,
+                        by_model=str(error).startswith(COUNTED) and name not in NOT_COUNTED,
                     )
                 return answer("answered", "wrong", why=f"{name} was answered, not refused")
             case = chance.choice(self._cases)
