@@ -165,6 +165,23 @@ inline Floats plus_product(Floats sum, Floats a, Floats b) {
 #endif
 }
 
+// a > b ? a : b, and a < b ? a : b, so b if either is NaN. The processor has an instruction for just
+// that, which GCC 12 does not find.
+inline Floats larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+inline Floats smaller(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // Keep a loaded value in a register. Otherwise GCC loads it again for every product, and the loads
 // limit the speed of the loop.
 inline void keep_loaded([[maybe_unused]] Floats& v) {
@@ -231,8 +248,7 @@ inline Floats widen(const CachedFp8* codes) {
 // 2^-6 on, a code keeps the three bits after the leading one, and the twenty lower bits are
 // rounded. Smaller numbers are multiples of 2^-9; adding 1.5 * 2^14 rounds to these.
 inline Floats rounded_to_fp8(Floats x) {
-  x = x < splat(-kFp8Max) ? splat(-kFp8Max) : x;
-  x = x > splat(kFp8Max) ? splat(kFp8Max) : x;
+  x = smaller(splat(kFp8Max), larger(splat(-kFp8Max), x));
   Ints bits = (Ints)x;
   Floats normal = (Floats)((bits + 0x7ffff + ((bits >> 20) & 1)) & ~0xfffff);
   Floats small = (x + 0x1.8p14f) - 0x1.8p14f;
@@ -253,7 +269,12 @@ inline Ints nearest_bf16(Floats x) {
 inline void keep(float* to, Floats x, float) { store(to, x); }
 inline void keep(Bf16* to, Floats x, float) {
   Ints bits = nearest_bf16(x);
+#ifdef __AVX512F__
+  __m256i halves = _mm512_cvtepi32_epi16((__m512i)bits);
+  std::memcpy(to, &halves, sizeof halves);
+#else
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint16_t>(bits[i]);
+#endif
 }
 inline void keep(CachedFp8* to, Floats x, float scale) {
   Floats value = rounded_to_fp8(x / scale);
@@ -278,12 +299,13 @@ inline float fold(Floats v, const F& join) {
   return v[0];
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline float sum(Floats v) {
+  return fold(v, [](Floats a, Floats b) { return a + b; });
+}
 
 // e^x for x <= 0, to about one unit in the last place; below -87 the result is cut at e^-87.
 inline Floats exponential(Floats x) {
-  Floats low = splat(-87.0f);
-  x = x < low ? low : x;
+  x = larger(splat(-87.0f), x);
   Floats shifted = x * 1.44269504088896341f + 0x1.8p23f;  // the low bits now hold the integer part
   Floats whole = shifted - 0x1.8p23f;
   Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
@@ -392,7 +414,7 @@ struct Finish {
 // memory, kPanelBytes what it takes where `row` reads it: `panel` returns some steps as they are, or
 // converts them into scratch.
 //
-// Rows of activations, [rows, steps, kParts], are taken kTokens at a time: a tile.
+// Rows of activations, [rows, steps, kParts], are taken kTokens at most at a time: a tile.
 constexpr int64_t kPanelSteps = 64;  // they stay in the nearest cache while all tiles meet them
 
 // Vectors of rows that are summed at a time, so that the sums of `tile` rows of activations fit
@@ -540,14 +562,23 @@ using Bf16Dot = PairDot<Bf16>;
 using Fp8Dot = PairDot<Fp8>;
 #endif
 
+// What comes next from memory, of which each step of a product prefetches so many bytes.
+struct Ahead {
+  const char* next;
+  int64_t bytes;
+};
+
 // sums [T, kVectors] = the products of T rows of activations, which lie `stride` apart, by 64 rows of
-// weights, added to what they hold if this `continues` a sum. Each pass fetches its share of the
-// weights that come next, so that memory works all the time.
-template <typename D, int T, bool kAhead>
-void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, typename D::Sum* sums) {
-  constexpr int64_t kPass = pass_of(T), kPasses = kVectors / kPass, kShare = D::kPanelBytes / kPasses;
-  const char* next = panel + (kPasses == 1 ? kAheadBytes : steps * D::kPanelBytes);
+// weights, added to what they hold if this `continues` a sum. Each step fetches a part of the weights
+// that come next, so that memory works all the time: as much as it reads, if no other tile meets
+// these weights (kAlone), else what `ahead` says.
+template <typename D, int T, bool kAlone>
+void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, Ahead ahead, typename D::Sum* sums) {
+  constexpr int64_t kPass = pass_of(T), kPasses = kVectors / kPass;
+  if (kAlone) ahead = {panel + (kPasses == 1 ? kAheadBytes : steps * D::kPanelBytes), D::kPanelBytes};
+  const int64_t lines = (kAlone ? D::kPanelBytes : ahead.bytes) / 64;
   for (int64_t first = 0; first < kVectors; first += kPass) {
+    const int64_t pass = first / kPass, share = (lines * (pass + 1) / kPasses - lines * pass / kPasses) * 64;
     typename D::Sum sum[T][kPass] = {};
     if (continues) {
       for (int t = 0; t < T; ++t)
@@ -556,7 +587,7 @@ void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int
     const char* step = panel + first * (D::kPanelBytes / kVectors);
     const typename D::Group* group = x;
     for (int64_t i = 0; i < steps; ++i, step += D::kPanelBytes, group += D::kParts) {
-      if (kAhead) prefetch(next, kShare), next += kShare;
+      prefetch(ahead.next, share), ahead.next += share;
 #pragma GCC unroll 2
       for (int part = 0; part < D::kParts; ++part) {
         if constexpr (T < kPass) {
@@ -582,21 +613,16 @@ void dot_tile(const typename D::Group* x, int64_t stride, const char* panel, int
   }
 }
 
-template <typename D, bool kAhead>
-void dot_rows(int64_t rows, const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, typename D::Sum* sums) {
+template <typename D, bool kAlone>
+void dot_rows(int64_t rows, const typename D::Group* x, int64_t stride, const char* panel, int64_t steps, bool continues, Ahead ahead, typename D::Sum* sums) {
   switch (rows) {
-    case 1: return dot_tile<D, 1, kAhead>(x, stride, panel, steps, continues, sums);
-    case 2: return dot_tile<D, 2, kAhead>(x, stride, panel, steps, continues, sums);
-    case 3: return dot_tile<D, 3, kAhead>(x, stride, panel, steps, continues, sums);
-    case 4: return dot_tile<D, 4, kAhead>(x, stride, panel, steps, continues, sums);
-    case 5: return dot_tile<D, 5, kAhead>(x, stride, panel, steps, continues, sums);
-    default: return dot_tile<D, 6, kAhead>(x, stride, panel, steps, continues, sums);
+    case 1: return dot_tile<D, 1, kAlone>(x, stride, panel, steps, continues, ahead, sums);
+    case 2: return dot_tile<D, 2, kAlone>(x, stride, panel, steps, continues, ahead, sums);
+    case 3: return dot_tile<D, 3, kAlone>(x, stride, panel, steps, continues, ahead, sums);
+    case 4: return dot_tile<D, 4, kAlone>(x, stride, panel, steps, continues, ahead, sums);
+    case 5: return dot_tile<D, 5, kAlone>(x, stride, panel, steps, continues, ahead, sums);
+    default: return dot_tile<D, 6, kAlone>(x, stride, panel, steps, continues, ahead, sums);
   }
-}
-
-// Prefetch slice `part` of `parts` of these bytes.
-inline void prefetch_part(const char* from, int64_t bytes, int64_t part, int64_t parts) {
-  for (int64_t i = bytes * part / parts / 64 * 64, end = bytes * (part + 1) / parts; i < end; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 // Call finish(first, sums [rows, kVectors]) for every block of weights, whose rows begin at `first`.
@@ -609,6 +635,9 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
   int64_t tiles = (rows + kTokens - 1) / kTokens, stride = steps * D::kParts;
   bool is_single = tiles == 1 && !kConverts && pass_of(static_cast<int>(rows)) == kVectors;
   int64_t portion = is_single ? steps : kPanelSteps;
+  // The first tiles that meet a panel fetch the next one, each of them whole lines of every step, and
+  // between products: prefetched at once, it would keep them waiting. `panel` fetches what it converts.
+  int64_t sharers = tiles == 1 ? 0 : std::min<int64_t>(D::kStepBytes / 64, tiles < 4 ? 2 : 4);
   parallel(blocks, kBlock * stride * rows, [&](int64_t begin, int64_t end) {
     Scratch<Sum> sums(rows * kVectors);
     Scratch<char> scratch(kConverts ? kPanelSteps * D::kPanelBytes : 0);
@@ -618,14 +647,15 @@ void dot_linear(const typename D::Group* x, int64_t rows, int64_t steps, const v
         const char* from = static_cast<const char*>(weights) + (b * steps + s) * D::kStepBytes;
         const char* panel = D::panel(from, count, scratch);
         const typename D::Group* groups = x + s * D::kParts;
-        if (tiles == 1) {
-          dot_rows<D, !kConverts>(rows, groups, stride, panel, count, s > 0, sums);
+        if (tiles == 1 && !kConverts) {
+          dot_rows<D, true>(rows, groups, stride, panel, count, s > 0, {}, sums);
           continue;
         }
-        for (int64_t i = 0, t = 0; t < rows; ++i, t += kTokens) {
-          int64_t tile = std::min(kTokens, rows - t);
-          prefetch_part(from + count * D::kStepBytes, portion * D::kStepBytes, i, tiles);
-          dot_rows<D, false>(tile, groups + t * stride, stride, panel, count, s > 0, sums + t * kVectors);
+        for (int64_t i = 0, t = 0, tile = 0; t < rows; ++i, t += tile) {
+          tile = (rows - t + tiles - i - 1) / (tiles - i);  // as even as possible
+          int64_t share = i < sharers ? D::kStepBytes / sharers : 0;
+          Ahead ahead{from + count * (D::kStepBytes + i * share), share};
+          dot_rows<D, false>(tile, groups + t * stride, stride, panel, count, s > 0, ahead, sums + t * kVectors);
         }
       }
       finish(b * kBlock, static_cast<const Sum*>(sums));
@@ -714,12 +744,6 @@ void amx_add() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kX), "i"(kWeights));
   }
 }
-
-// What comes next from memory, of which each product prefetches so many bytes.
-struct Ahead {
-  const char* next;
-  int64_t bytes;
-};
 
 // dot_tile of as many tokens as the registers have.
 template <typename D>
@@ -875,8 +899,9 @@ inline void store_groups(CodeDot::Group* to, Ints codes, int64_t count) {
 // round(x * pre_scale / input_scale) in [-128, 127], plus 128. Without one they have sixteen bits,
 // round(x / scale) + 2^15, where the token's largest number gets 2^15 - 1; they are two rows, of
 // the high and of the low bytes. Returns the scale. No code stands for NaN or infinity, so it is
-// NaN then, which makes all of the token's results NaN.
-float store_codes(const float* x, int64_t k, const Linear& linear, float input_scale, int64_t groups, CodeDot::Group* to) {
+// NaN then, which makes all of the token's results NaN. Not inlined, as `softmax` below: in the loops
+// around them there are too few registers left.
+[[gnu::noinline]] float store_codes(const float* x, int64_t k, const Linear& linear, float input_scale, int64_t groups, CodeDot::Group* to) {
   constexpr float kLargest = 32767.0f, kTiny = 1e-30f;
   const float* pre = linear.pre_scale;
   bool is_wide = !linear.input_scale;
@@ -887,16 +912,13 @@ float store_codes(const float* x, int64_t k, const Linear& linear, float input_s
     scale = fold(largest, larger) / kLargest;
   }
   float inverse = 1.0f / scale;
-  Ints bad = {};
+  Floats zero = {};  // NaN behind a number that is NaN, or infinite and not cut
   for (int64_t i = 0; i < k; i += kLanes) {
     Floats v = load(x + i, k - i);
     if (pre) v *= load(pre + i, k - i);
-    bad |= is_wide ? v - v != Floats{} : v != v;
     v *= inverse;
-    if (!is_wide) {
-      v = v < splat(-128.0f) ? splat(-128.0f) : v;
-      v = v > splat(127.0f) ? splat(127.0f) : v;
-    }
+    if (!is_wide) v = smaller(splat(127.0f), larger(splat(-128.0f), v));
+    zero += v - v;
     // Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low bits.
     Ints code = (Ints)(v + 0x1.8p23f) - 0x4b400000 + (is_wide ? 32768 : 128);
     int64_t count = std::min(kLanes, k - i + 3) / 4;
@@ -904,9 +926,7 @@ float store_codes(const float* x, int64_t k, const Linear& linear, float input_s
     if (is_wide) store_groups(at, code >> 8, count);
     store_groups(is_wide ? at + groups : at, code, count);
   }
-  for (int i = 0; i < kLanes; ++i)
-    if (bad[i]) return std::numeric_limits<float>::quiet_NaN();
-  return scale;
+  return scale + sum(zero);
 }
 
 // INT8 by codes of 8 or 16 bits. `start` is -128 * (sum of the row's weights), which cancels the
@@ -964,23 +984,27 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 
 // ---- what is between the linears ----------------------------------------------------------------
 
-inline float sum(Floats v) {
-  return fold(v, [](Floats a, Floats b) { return a + b; });
+// Norm R rows: a row waits for its sum and its root, and the others are computed meanwhile.
+template <int R>
+void rms_norm_rows(const float* x, int64_t k, const float* weight, float eps, float* out) {
+  Floats squares[R] = {};
+  for (int64_t i = 0; i < k; i += kLanes)
+    for (int r = 0; r < R; ++r) {
+      Floats v = load(x + r * k + i, k - i);
+      squares[r] = plus_product(squares[r], v, v);
+    }
+  float factor[R];
+  for (int r = 0; r < R; ++r) factor[r] = 1.0f / std::sqrt(sum(squares[r]) / static_cast<float>(k) + eps);
+  for (int64_t i = 0; i < k; i += kLanes)
+    for (int r = 0; r < R; ++r) store(out + r * k + i, load(x + r * k + i, k - i) * factor[r] * load(weight + i, k - i), k - i);
 }
 
 // out = x / sqrt(mean(x^2) + eps) * weight, for each of m rows of k.
 void rms_norm(const float* x, int64_t m, int64_t k, const float* weight, float eps, float* out) {
   parallel(m, k, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      Floats squares = {};
-      for (int64_t i = 0; i < k; i += kLanes) {
-        Floats v = load(x + t * k + i, k - i);
-        squares += v * v;
-      }
-      float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(k) + eps);
-      for (int64_t i = 0; i < k; i += kLanes)
-        store(out + t * k + i, load(x + t * k + i, k - i) * factor * load(weight + i, k - i), k - i);
-    }
+    int64_t t = begin;
+    for (; t + 4 <= end; t += 4) rms_norm_rows<4>(x + t * k, k, weight, eps, out + t * k);
+    for (; t < end; ++t) rms_norm_rows<1>(x + t * k, k, weight, eps, out + t * k);
   });
 }
 
@@ -1095,13 +1119,11 @@ template <typename C>
 template <typename C>
 constexpr bool kPairs = std::is_same_v<typename CacheDot<C>::Group, uint32_t>;
 
-// `count` numbers, a multiple of a vector's, as such pairs, which may lie where the numbers lay.
-void store_pairs([[maybe_unused]] const float* from, [[maybe_unused]] int64_t count, [[maybe_unused]] uint32_t* to) {
+// A vector of numbers as such pairs.
+inline void store_pairs([[maybe_unused]] Floats v, [[maybe_unused]] uint32_t* to) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-  for (int64_t i = 0; i < count; i += kLanes) {
-    __m256i pairs = (__m256i)_mm512_cvtneps_pbh((__m512)load<Floats>(from + i));
-    std::memcpy(to + i / 2, &pairs, sizeof pairs);
-  }
+  __m256i pairs = (__m256i)_mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(to, &pairs, sizeof pairs);
 #endif
 }
 
@@ -1195,55 +1217,79 @@ void by_vectors(int64_t at, int64_t end, const F& f) {
   if constexpr (V > 1) by_vectors<V / 2>(at, end, f);
 }
 
-// Turn the scores of the visible positions [from, to) into weights, the largest of which is 1, and
-// the other scores of [begin, end) into 0. Returns the sum of the weights. The mixed values are
-// divided by it, and not the weights, since there are fewer mixed values than positions.
-inline float softmax(float* scores, int64_t begin, int64_t end, int64_t from, int64_t to) {
-  Ints lane = lanes();
-  Floats hidden = splat(-std::numeric_limits<float>::infinity()), top = hidden, total = {};
+// The first position that a query at position `at` sees.
+inline int64_t first_seen(int64_t at, int64_t window) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; }
+
+// Turn the scores of Q queries at their visible positions [from, to) into weights, the largest of which
+// is 1, and those at the other ones of [begin, end) into 0: in their place, or as pairs. Sets `sums`
+// to the sums of the weights. The mixed values are divided by them, and not the weights, since there
+// are fewer mixed values than positions. Several queries at a time, since each waits for its largest
+// score and for its sum.
+template <typename C, int Q>
+[[gnu::noinline]] void softmax(Queries& all, int64_t first, int64_t begin, int64_t end, int64_t window) {
+  float* scores = all.scores + first * all.reach;
+  const Ints lane = lanes();
+  const Floats hidden = splat(-std::numeric_limits<float>::infinity());
+  Floats top[Q], total[Q] = {};
+  int32_t from[Q], to[Q];
+  int64_t seen_from = begin, seen_to = end;  // by all of them
+  for (int i = 0; i < Q; ++i) {
+    top[i] = hidden;
+    from[i] = static_cast<int32_t>(first_seen(all.at[first + i], window)), to[i] = static_cast<int32_t>(all.at[first + i]) + 1;
+    seen_from = std::max<int64_t>(seen_from, from[i]), seen_to = std::min<int64_t>(seen_to, to[i]);
+  }
   for (int64_t s = begin; s < end; s += kLanes) {
-    Floats v = load<Floats>(scores + s);
-    if (s < from || s + kLanes > to) {
-      Ints place = lane + static_cast<int32_t>(s);
-      v = (place >= static_cast<int32_t>(from)) & (place < static_cast<int32_t>(to)) ? v : hidden;
-      store(scores + s, v);
+    bool is_seen = s >= seen_from && s + kLanes <= seen_to;
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; ++i) {
+      Floats v = load<Floats>(scores + i * all.reach + s);
+      if (!is_seen) {
+        Ints place = lane + static_cast<int32_t>(s);
+        v = (place >= from[i]) & (place < to[i]) ? v : hidden;
+        store(scores + i * all.reach + s, v);
+      }
+      top[i] = larger(v, top[i]);
     }
-    top = larger(v, top);
   }
-  float largest = fold(top, larger);
-  for (int64_t s = begin; s < end; s += kLanes) {
-    Floats v = load<Floats>(scores + s);
-    Floats e = v == hidden ? Floats{} : exponential(v - largest);
-    total += e;
-    store(scores + s, e);
-  }
-  return sum(total);
+  float largest[Q];
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; ++i) largest[i] = fold(top[i], larger);
+  for (int64_t s = begin; s < end; s += kLanes)
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; ++i) {
+      float* of_query = scores + i * all.reach;
+      Floats v = load<Floats>(of_query + s);
+      Floats e = v == hidden ? Floats{} : exponential(v - largest[i]);
+      total[i] += e;
+      if constexpr (kPairs<C>) {
+        store_pairs(e, reinterpret_cast<uint32_t*>(of_query) + s / 2);
+      } else {
+        store(of_query + s, e);
+      }
+    }
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; ++i) all.sums[first + i] = sum(total[i]);
 }
 
 // The attention of these queries is mixed / sums. The first of them fetch the region that comes next.
 template <typename C>
 void attend_to(Queries& all, int64_t count, Region<C> here, Region<C> next, const Heads& h, int64_t window) {
   auto then = [&](int64_t q) { return q == 0 ? next : Region<C>{}; };
-  auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
-  int64_t begin = from(*std::min_element(all.at, all.at + count)), end = *std::max_element(all.at, all.at + count) + 1;
+  int64_t begin = first_seen(*std::min_element(all.at, all.at + count), window), end = *std::max_element(all.at, all.at + count) + 1;
   int64_t first = begin / kBlock * kBlock, last = (end + kLanes - 1) / kLanes * kLanes;
   for (int64_t block = first; block < last; block += kBlock)
     together(count, [&]<int Q>(int64_t q) {
       by_vectors<kWide<Q>>(block, std::min(block + kBlock, last), [&]<int V>(int64_t place) { score<C, Q, V>(all, here.keys, then(q).keys, h, q, place); });
     });
-  for (int64_t i = 0; i < count; ++i) {
-    float* scores = all.scores + i * all.reach;
-    all.sums[i] = softmax(scores, first, last, from(all.at[i]), all.at[i] + 1);
-    if (kPairs<C>) store_pairs(scores + first, last - first, reinterpret_cast<uint32_t*>(scores) + first / 2);
-  }
+  together(count, [&]<int Q>(int64_t q) { softmax<C, Q>(all, q, first, last, window); });
   together(count, [&]<int Q>(int64_t q) {
     by_vectors<kWide<Q>>(0, h.padded, [&]<int V>(int64_t d) { mix<C, Q, V>(all, here.values, then(q).values, h, q, begin, end, d); });
   });
 }
 
-// One head of one token: RMSNorm if the model family has it, then the rotation. Pairs are
+// One head of one token: RMSNorm if the model family has it, then the rotation, then `scale`. Pairs are
 // (i, i + dim/2).
-void rotate(const float* from, const float* norm, float eps, const float* cos, const float* sin, int64_t dim, float* to) {
+void rotate(const float* from, const float* norm, float eps, const float* cos, const float* sin, int64_t dim, float scale, float* to) {
   float factor = 1.0f;
   if (norm) {
     float squares = 0.0f;
@@ -1254,14 +1300,14 @@ void rotate(const float* from, const float* norm, float eps, const float* cos, c
   for (; d + kLanes <= half; d += kLanes) {
     Floats a = load<Floats>(from + d), b = load<Floats>(from + d + half), c = load<Floats>(cos + d), s = load<Floats>(sin + d);
     if (norm) a *= factor * load<Floats>(norm + d), b *= factor * load<Floats>(norm + d + half);
-    store(to + d, a * c - b * s);
-    store(to + d + half, b * c + a * s);
+    store(to + d, (a * c - b * s) * scale);
+    store(to + d + half, (b * c + a * s) * scale);
   }
   for (; d < half; ++d) {
     float a = norm ? from[d] * factor * norm[d] : from[d];
     float b = norm ? from[d + half] * factor * norm[d + half] : from[d + half];
-    to[d] = a * cos[d] - b * sin[d];
-    to[d + half] = b * cos[d] + a * sin[d];
+    to[d] = (a * cos[d] - b * sin[d]) * scale;
+    to[d + half] = (b * cos[d] + a * sin[d]) * scale;
   }
 }
 
@@ -1330,24 +1376,23 @@ void attention_heads(const float* qkv, int64_t tokens, const Attention& how, con
       for (int64_t t = 0; t < n; ++t) {
         const float* token = of_row + t * stride;
         int64_t place = length[b] + t;
-        rotate(token + (h.heads + head) * h.dim, how.k_norm, how.eps, c + place * half, s + place * half, h.dim, all.rotated);
+        rotate(token + (h.heads + head) * h.dim, how.k_norm, how.eps, c + place * half, s + place * half, h.dim, 1.0f, all.rotated);
         keep_key<C>(here.keys, h, place, all.rotated, k_scale);
         keep_value<C>(here.values, h, place, token + (h.heads + h.kv_heads + head) * h.dim, v_scale);
       }
       for (int64_t q = 0; q < queries; q += kQueries) {
         int64_t count = std::min(kQueries, queries - q);
-        for (int64_t i = 0; i < count; ++i) {
-          int64_t t = (q + i) / group, which = head * group + (q + i) % group, at = length[b] + t;
-          float* to = all.rotated + i * h.padded;
-          rotate(of_row + t * stride + which * h.dim, how.q_norm, how.eps, c + at * half, s + at * half, h.dim, to);
-          for (int64_t d = 0; d < h.dim; d += kLanes) store(to + d, load<Floats>(to + d) * scale);
-          all.at[i] = at;
+        int64_t result[kQueries];  // where the result of each query belongs
+        for (int64_t i = 0, t = q / group, which = q % group; i < count; ++i) {
+          int64_t of_head = head * group + which, at = length[b] + t;
+          rotate(of_row + t * stride + of_head * h.dim, how.q_norm, how.eps, c + at * half, s + at * half, h.dim, scale, all.rotated + i * h.padded);
+          all.at[i] = at, result[i] = (t * h.heads + of_head) * h.dim;
+          if (++which == group) which = 0, ++t;
         }
-        if (kPairs<C>) store_pairs(rotated, count * h.padded, pairs);
+        for (int64_t i = 0; kPairs<C> && i < count * h.padded; i += kLanes) store_pairs(load<Floats>(rotated + i), pairs + i / 2);
         attend_to(all, count, here, q == 0 ? then : Region<C>{}, h, window);
         for (int64_t i = 0; i < count; ++i) {
-          int64_t t = (q + i) / group, which = head * group + (q + i) % group;
-          float* to = to_row + (t * h.heads + which) * h.dim;
+          float* to = to_row + result[i];
           float whole = v_scale / all.sums[i];
           for (int64_t d = 0; d < h.dim; d += kLanes) store(to + d, load<Floats>(mixed + i * h.padded + d) * whole, h.dim - d);
         }
