@@ -309,7 +309,7 @@ class Burst:
     these are undefined. flags [3] int64: another thread sets the first to stop the burst before its
     next step; the second counts the rows; the third is how many tokens the next step is to draft,
     from 1 to draft_len, which another thread may change. event_fd: an eventfd that is written to
-    after each row; -1: none.
+    after each row, but one behind which the burst ends in any case; -1: none.
 
     sampling: temperature 0 for the most likely tokens; seed and penalties do not count. Above 0,
     speculative sampling with uniforms [n] float64 in [0, 1): for each step one for each token to

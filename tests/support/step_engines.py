@@ -246,7 +246,7 @@ class BurstingTableEngine(TableEngine):
             goes_on = room > 0 and len(drafts) == wanted and not {*new} & {-1, *burst.end_ids}
             count += 1
             burst.flags[1] = count
-            if burst.event_fd >= 0:
+            if burst.event_fd >= 0 and goes_on and count < len(burst.steps):
                 os.eventfd_write(burst.event_fd, 1)
         self.bursts.append(count)
         return count, is_undecided

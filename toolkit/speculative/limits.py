@@ -28,7 +28,7 @@ class Limits:
         if length == 0:
             raise RequestError("the prompt is empty", hint="Send at least one token.")
         check_prompt_length(length, self.max_input_len)
-        if not all(0 <= token < self.vocab_size for token in request.prompt_ids):
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.vocab_size:
             raise RequestError(
                 f"the prompt holds token ids outside the vocabulary of {self.vocab_size}"
             )

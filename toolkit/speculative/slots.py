@@ -12,6 +12,7 @@ longest ago. Then the source may also be a slot whose request still runs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ __all__ = ["Place", "Slot", "choose_place", "common_length"]
 
 # A shorter common beginning is not worth a copy, which costs a few microseconds per layer.
 LEAST_COPIED_TOKENS = 16
+AGE = operator.attrgetter("last_use", "number")
 
 
 @dataclass(slots=True)
@@ -54,19 +56,22 @@ def choose_place(
     The longest common beginning is reused. The last token is always computed, since its logits are
     needed. Without anything to reuse, the slot that was used longest ago is taken.
     """
-    shared = {
-        slot.number: common_length(slot.held, ids) if slot.salt == salt else 0
-        for slot in (*free, *(used if copies else ()))
-    }
+    oldest = min(free, key=AGE)
+    held = [slot for slot in free if slot.held and slot.salt == salt]
+    others = [slot for slot in used if slot.held and slot.salt == salt] if copies else []
+    shared = {slot.number: common_length(slot.held, ids) for slot in (*held, *others)}
+    if not any(shared.values()):
+        return Place(oldest, oldest, 0)
+    shared.setdefault(oldest.number, 0)
     most = len(ids) - 1
-    oldest = min(free, key=lambda slot: (slot.last_use, slot.number))
-    # Of several, the one that loses least.
-    best = max(free, key=lambda slot: (shared[slot.number], -len(slot.held), -slot.number))
-    if 2 * shared[best.number] > len(best.held) or (shared[best.number] and not copies):
-        oldest = best
+    if held:
+        # Of several, the one that loses least.
+        best = max(held, key=lambda slot: (shared[slot.number], -len(slot.held), -slot.number))
+        if 2 * shared[best.number] > len(best.held) or (shared[best.number] and not copies):
+            oldest = best
     source = oldest
     if copies:
-        longest = max((*free, *used), key=lambda slot: shared[slot.number])
+        longest = max((*held, *others), key=lambda slot: shared[slot.number])
         gained = min(most, shared[longest.number]) - min(most, shared[oldest.number])
         if gained >= LEAST_COPIED_TOKENS:
             source = longest

@@ -22,6 +22,17 @@ arrays = st.one_of(
 )
 
 
+def tensor_head(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
+    """Behind its length."""
+    return wire._tensor_head(name, wire.NUMBERS[np.dtype(dtype)], shape)
+
+
+def framed(head: bytes, content: bytes) -> bytes:
+    """A frame of one tensor."""
+    body = wire.REQUEST + head + struct.pack("=I", len(content)) + content
+    return struct.pack("=I", len(body)) + body
+
+
 def reader_of(*frames: bytes) -> wire.Reader:
     return wire.Reader(io.BytesIO(b"".join(frames)))
 
@@ -38,10 +49,10 @@ def test_a_response_reads_back(number: int, flags: int, outputs: list[tuple[str,
     assert reader.number("B") == wire.OUTPUTS
     assert reader.number("I") == len(outputs)
     for name, array in outputs:
-        read_name, tensor = reader.tensor()
-        assert read_name == name
+        tensor = reader.tensor()
+        assert tensor.name() == name
         assert str(tensor.elements()) == str(array.reshape(-1).tolist())  # as texts, for NaN
-        read = tensor.array()
+        read = tensor.as_numpy()
         assert read.dtype == array.dtype
         assert read.shape == array.shape
         assert read.tobytes() == array.tobytes() or read.tolist() == array.tolist()
@@ -50,7 +61,7 @@ def test_a_response_reads_back(number: int, flags: int, outputs: list[tuple[str,
 @given(arrays)
 def test_elements_are_written_as_an_array_of_them(array: Any) -> None:
     flat = array.reshape(-1)
-    values = wire.values_of(array.dtype, flat.tolist())
+    values = wire.values_of(array.dtype)(flat.tolist())
     frames = [wire.response_frame(1, 0, [("name", content)]) for content in (flat, values)]
     assert frames[0] == frames[1]
 
@@ -121,12 +132,10 @@ def test_a_frame_that_ends_early_is_an_error() -> None:
 def test_content_that_is_not_whole_is_an_error_that_names_the_tensor(
     dtype: Any, content: bytes, shape: tuple[int, ...]
 ) -> None:
-    head = wire._tensor_head("text_input", wire.NUMBERS[np.dtype(dtype)], shape)
-    body = wire.REQUEST + head + struct.pack("=I", len(content)) + content
-    reader = reader_of(struct.pack("=I", len(body)) + body)
+    reader = reader_of(framed(tensor_head("text_input", dtype, shape), content))
     reader.next_kind()
     with pytest.raises(ValueError, match="text_input"):
-        reader.tensor()[1].elements()
+        reader.tensor().elements()
 
 
 @pytest.mark.parametrize(("dtype", "size", "element"), [(object, 4, b""), (np.int64, 8, 0)])
@@ -134,8 +143,10 @@ def test_elements_are_not_read_one_by_one_where_there_are_many(
     dtype: Any, size: int, element: object
 ) -> None:
     def of(count: int) -> wire.Received:
-        number = wire.NUMBERS[np.dtype(dtype)]
-        return wire.Received.of("stop", number, (1, count), memoryview(bytes(size * count)))
+        content = bytes(size * count)
+        reader = reader_of(framed(tensor_head("stop", dtype, (1, count)), content))
+        reader.next_kind()
+        return reader.tensor()
 
     assert of(wire.MAX_ELEMENTS).elements() == [element] * wire.MAX_ELEMENTS
     with pytest.raises(ValueError, match="stop holds 16385 elements; 16384 at most are read"):

@@ -318,8 +318,9 @@ class Package : public torch::CustomClassHolder {
   //
   // steps [max_steps, draft_len + 7] int64 gets a row for each step: tokens to draft, drafted ones,
   // accepted ones, ns in the draft, ns in the target, the time when its tokens were known, the drafts,
-  // and the target's own token (kNotFinite: none). After each row event_fd is written to, if it is one.
-  // Returns done, the tokens that both caches hold then, and whether the next step was undecided.
+  // and the target's own token (kNotFinite: none). After each row but one that ends the burst, event_fd
+  // is written to, if it is one. Returns done, the tokens that both caches hold then, and whether the
+  // next step was undecided.
   std::tuple<int64_t, int64_t, int64_t, bool> burst(const std::optional<c10::intrusive_ptr<Package>>& drafts, Tensor tokens, int64_t slot,
                                                     int64_t target_length, int64_t draft_length, int64_t draft_len, int64_t room, const Tensor& end_ids,
                                                     int64_t max_steps, int64_t max_ns, Tensor steps, Tensor flags, int64_t event_fd, const Tensor& shape,
@@ -391,8 +392,8 @@ class Package : public torch::CustomClassHolder {
       *unread = token;
       tokens = next;
       __atomic_store_n(done, ++count, __ATOMIC_RELEASE);
-      const uint64_t one = 1;
-      if (event_fd >= 0 && write(static_cast<int>(event_fd), &one, sizeof one) < 0) event_fd = -1;
+      const uint64_t one = 1;  // the caller takes the last row: to wake another thread would hold it up
+      if (event_fd >= 0 && goes_on && count < max_steps && write(static_cast<int>(event_fd), &one, sizeof one) < 0) event_fd = -1;
     }
     return {count, target_length, draft_length, is_undecided};
   }

@@ -158,7 +158,7 @@ class Fields {
 // whether the request is cancelled, with `Instance::mutex_` held.
 struct OpenRequest {
   TRITONBACKEND_ResponseFactory* factory = nullptr;
-  std::vector<std::string> outputs;  // that its client wants
+  std::shared_ptr<const std::vector<std::string>> outputs;  // that its client wants
   bool is_cancelled = false;         // and the worker knows it
   bool is_lost = false;              // its client hung up while a response was sent: see HungUp
 };
@@ -204,8 +204,8 @@ class Instance {
   TRITONBACKEND_ModelInstance* instance_;
   pid_t pid_ = -1;
   int socket_ = -1;
-  std::string buffer_;
-  size_t position_ = 0;
+  std::vector<char> buffer_;
+  size_t position_ = 0, filled_ = 0;  // of the buffer: what was taken, and what was received
   std::mutex writing_;
   std::mutex mutex_;  // of open_, hung_up_ and is_gone_
   std::condition_variable stopped_;
@@ -366,26 +366,27 @@ bool Instance::write(Frame& frame) {
 // The next frame, without its length. False when the connection has ended.
 bool Instance::read_frame(std::string& frame) {
   for (;;) {
-    const size_t there = buffer_.size() - position_;
+    const size_t there = filled_ - position_;
     if (there >= 4) {
       uint32_t size;
       std::memcpy(&size, buffer_.data() + position_, 4);
       if (size == 0 || size > kMaxFrameBytes) return false;
       if (there >= 4 + static_cast<size_t>(size)) {
-        frame.assign(buffer_, position_ + 4, size);
+        frame.assign(buffer_.data() + position_ + 4, size);
         position_ += 4 + static_cast<size_t>(size);
         return true;
       }
     }
-    buffer_.erase(0, position_);
+    std::memmove(buffer_.data(), buffer_.data() + position_, there);
     position_ = 0;
-    const size_t before = buffer_.size();
-    buffer_.resize(before + kReadBytes);
+    filled_ = there;
+    // Grown for a long frame, and only then: to fill it with zeros takes longer than what is read.
+    if (buffer_.size() < filled_ + kReadBytes) buffer_.resize(filled_ + kReadBytes);
     ssize_t received;
-    do received = recv(socket_, buffer_.data() + before, kReadBytes, 0);
+    do received = recv(socket_, buffer_.data() + filled_, buffer_.size() - filled_, 0);
     while (received < 0 && errno == EINTR);
-    buffer_.resize(before + std::max<ssize_t>(received, 0));
     if (received <= 0) return false;
+    filled_ += received;
   }
 }
 
@@ -467,7 +468,9 @@ void write_input(Frame& frame, TRITONBACKEND_Input* input) {
   uint32_t dims, buffers;
   uint64_t size;
   check(TRITONBACKEND_InputProperties(input, &name, &type, &shape, &dims, &size, &buffers));
-  frame.text(name, std::strlen(name)).number<uint32_t>(type).number<uint32_t>(dims);
+  const size_t name_size = std::strlen(name);
+  frame.number<uint32_t>(4 + name_size + 8 + 8 * dims);  // the size of the head
+  frame.text(name, name_size).number<uint32_t>(type).number<uint32_t>(dims);
   for (uint32_t i = 0; i < dims; ++i) frame.number<int64_t>(shape[i]);
   if (size > kMaxFrameBytes) throw std::runtime_error(std::string(name) + " is larger than 1 GiB");
   frame.number<uint32_t>(size);
@@ -548,7 +551,7 @@ void Instance::execute(TRITONBACKEND_Request* request) {
   uint64_t number = 0;
   try {
     check(TRITONBACKEND_ResponseFactoryNew(&open.factory, request));
-    open.outputs = wanted_outputs(request);
+    open.outputs = std::make_shared<const std::vector<std::string>>(wanted_outputs(request));
     Frame frame(kRequest);
     number = ++last_number_;
     frame.number(number);
@@ -580,6 +583,7 @@ void Instance::execute(TRITONBACKEND_Request* request) {
 }
 
 void add_output(TRITONBACKEND_Response* response, Fields& fields, const std::vector<std::string>& wanted) {
+  fields.number<uint32_t>();  // the size of the head
   const std::string name = fields.text();
   const auto type = fields.number<uint32_t>();
   std::vector<int64_t> shape(fields.number<uint32_t>());
@@ -616,12 +620,8 @@ void Instance::respond(Fields& fields) {
       open_.erase(found);
     }
     if (has_hung_up) return;
-    if (is_last) {
-      request.outputs = std::move(found->second.outputs);
-      open_.erase(found);
-    } else {
-      request.outputs = found->second.outputs;
-    }
+    request.outputs = found->second.outputs;
+    if (is_last) open_.erase(found);
   }
   try {
     const auto content = fields.number<uint8_t>();
@@ -635,7 +635,7 @@ void Instance::respond(Fields& fields) {
       check(TRITONBACKEND_ResponseNewFromFactory(&response, request.factory));
       TRITONSERVER_Error* error = nullptr;
       try {
-        for (auto outputs = fields.number<uint32_t>(); outputs > 0; --outputs) add_output(response, fields, request.outputs);
+        for (auto outputs = fields.number<uint32_t>(); outputs > 0; --outputs) add_output(response, fields, *request.outputs);
       } catch (const std::exception& failure) {
         error = TRITONSERVER_ErrorNew(TRITONSERVER_ERROR_INTERNAL, failure.what());
       }

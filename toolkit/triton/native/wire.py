@@ -1,8 +1,9 @@
 """What the backend (backend.cpp) and a model's process say to each other: frames over a socket.
 
 A frame is the u32 length of the rest, a byte that says its kind, and fields in the machine's byte
-order: numbers, and texts behind their u32 length. Both sides are built from the same sources and
-run on the same machine, so there is no version in it.
+order: numbers, and texts behind their u32 length. A tensor is two such texts, its head and its
+content. Both sides are built from the same sources and run on the same machine, so there is no
+version in it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
@@ -74,32 +75,35 @@ class Reader:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._frame = memoryview(b"")
+        self._frame = b""
         self._at = 0
 
     def next_kind(self) -> bytes:
         (size,) = U32.unpack(self._exactly(4))
-        self._frame, self._at = memoryview(self._exactly(size)), 1
-        return bytes(self._frame[:1])
+        self._frame, self._at = self._exactly(size), 1
+        return self._frame[:1]
 
     def number(self, code: str) -> Any:
         """A number with this code of `struct`."""
-        (value,) = struct.unpack("=" + code, self.raw(struct.calcsize("=" + code)))
-        return value
+        at, size = self._at, struct.calcsize("=" + code)
+        self._skip(size)
+        return struct.unpack_from("=" + code, self._frame, at)[0]
 
     def text(self) -> str:
-        return str(self.raw(self.size()), "utf-8", "surrogateescape")
+        return self.raw().decode("utf-8", "surrogateescape")
 
     def size(self) -> int:
-        size: int
-        (size,) = U32.unpack(self.raw(4))
+        at = self._at
+        self._skip(4)
+        size: int = U32.unpack_from(self._frame, at)[0]
         return size
 
-    def raw(self, size: int) -> memoryview:
-        if size > len(self._frame) - self._at:
-            raise IndexError("a frame ends early")
-        self._at += size
-        return self._frame[self._at - size : self._at]
+    def raw(self) -> bytes:
+        """Bytes behind their u32 length."""
+        size = self.size()
+        at = self._at
+        self._skip(size)
+        return self._frame[at : self._at]
 
     def parameter(self) -> tuple[str, str | int | bool | float]:
         name, kind = self.text(), self.number("B")
@@ -109,18 +113,15 @@ class Reader:
             return name, bool(self.number("B"))
         return name, self.number("q" if kind == INT else "d")
 
-    def tensor(self) -> tuple[str, Received]:
-        """(name, tensor). Raises ValueError for one that no client of ours sends."""
-        name = self.text()
-        type_number, dims = PAIR.unpack(self.raw(8))
-        shape = struct.unpack(f"={dims}q", self.raw(8 * dims))
-        content = self.raw(self.size())
-        if type_number not in TYPES:
-            raise ValueError(f"{name} has a type that no model of ours reads: {type_number}")
-        try:
-            return name, Received.of(name, type_number, shape, content)
-        except ValueError as error:
-            raise ValueError(f"the content of {name} does not fit its shape: {error}") from error
+    def tensor(self) -> Received:
+        """Raises ValueError for one that no client of ours sends."""
+        head, content = self.raw(), self.raw()
+        return Received(_read_head(head), content)
+
+    def _skip(self, size: int) -> None:
+        self._at += size
+        if self._at > len(self._frame):
+            raise IndexError("a frame ends early")
 
     def _exactly(self, size: int) -> bytes:
         content = self._stream.read(size)
@@ -129,57 +130,87 @@ class Reader:
         return content
 
 
-class Received(NamedTuple):
-    """A tensor that was read. Texts are split when they are asked for."""
+class Head(NamedTuple):
+    """What a tensor is. size: its elements. elements: reads them; None for texts, which are split
+    when they are asked for, and for more than are read one by one.
+    """
 
     name: str
     type_number: int
     shape: tuple[int, ...]
-    content: memoryview
+    size: int
+    elements: struct.Struct | None
 
-    @classmethod
-    def of(
-        cls, name: str, type_number: int, shape: tuple[int, ...], content: memoryview
-    ) -> Received:
-        """Raises ValueError if the content does not fit the shape."""
-        if len(shape) > MAX_DIMS or not all(0 <= dim <= MAX_DIM for dim in shape):
-            raise ValueError(f"{list(shape)} is none that is read")
-        is_number = type_number != BYTES
-        if is_number and len(content) != math.prod(shape) * TYPES[type_number].itemsize:
-            raise ValueError(f"{len(content)} bytes for {list(shape)}")
-        return cls(name, type_number, shape, content)
+
+# Clients send the same few all the time.
+@functools.lru_cache(maxsize=1024)
+def _read_head(head: bytes) -> Head:
+    """Raises ValueError for a tensor that no client of ours sends."""
+    (size,) = U32.unpack_from(head)
+    name = head[4 : 4 + size].decode("utf-8", "surrogateescape")
+    type_number, dims = PAIR.unpack_from(head, 4 + size)
+    shape = struct.unpack_from(f"={dims}q", head, 4 + size + PAIR.size)
+    if type_number not in TYPES:
+        raise ValueError(f"{name} has a type that no model of ours reads: {type_number}")
+    if dims > MAX_DIMS or not all(0 <= dim <= MAX_DIM for dim in shape):
+        raise ValueError(f"{name} has a shape that no model of ours reads: {list(shape)}")
+    count = math.prod(shape)
+    one_by_one = type_number != BYTES and count <= MAX_ELEMENTS
+    elements = struct.Struct(f"{count}{TYPES[type_number].char}") if one_by_one else None
+    return Head(name, type_number, shape, count, elements)
+
+
+class Received:
+    """A tensor that was read. The names without a docstring are Triton's."""
+
+    __slots__ = ("_content", "_head")
+
+    def __init__(self, head: Head, content: bytes) -> None:
+        """Raises ValueError if the content does not fit the head. Texts are not looked at."""
+        if head.type_number != BYTES:
+            size = head.size * TYPES[head.type_number].itemsize
+            if len(content) != size:
+                raise ValueError(
+                    f"the content of {head.name} does not fit its shape: {len(content)} bytes for"
+                    f" {list(head.shape)}"
+                )
+        self._head, self._content = head, content
+
+    def name(self) -> str:
+        return self._head.name
 
     def elements(self) -> list[Any]:
         """Flat. To make an array of a few takes longer. Raises ValueError for more than
         MAX_ELEMENTS, and for texts that do not fit the shape.
         """
-        count = math.prod(self.shape)
+        name, _, _, count, elements = self._head
+        if elements is not None:
+            return list(elements.unpack(self._content))
         if count > MAX_ELEMENTS:
-            raise ValueError(f"{self.name} holds {count} elements; {MAX_ELEMENTS} at most are read")
-        if self.type_number == BYTES:
-            return self._texts(count)
-        return list(struct.unpack(f"{count}{TYPES[self.type_number].char}", self.content))
+            raise ValueError(f"{name} holds {count} elements; {MAX_ELEMENTS} at most are read")
+        return self._texts(count)
 
-    def array(self) -> NDArray[Any]:
+    def as_numpy(self) -> NDArray[Any]:
         """Raises ValueError as `elements` does, where it holds texts."""
-        dtype = TYPES[self.type_number]
-        if self.type_number != BYTES:
-            return np.frombuffer(self.content, dtype).reshape(self.shape)
-        return np.array(self.elements(), dtype).reshape(self.shape)
+        _, type_number, shape, _, _ = self._head
+        dtype = TYPES[type_number]
+        if type_number != BYTES:
+            return np.frombuffer(self._content, dtype).reshape(shape)
+        return np.array(self.elements(), dtype).reshape(shape)
 
     def _texts(self, count: int) -> list[bytes]:
         """Clients write the content: it need not be whole."""
         texts: list[bytes] = []
-        content, at = self.content, 0
+        content, at = self._content, 0
         while at < len(content) and len(texts) <= count:
             end = at + 4
-            size = U32.unpack(content[at:end])[0] if end <= len(content) else len(content)
+            size = U32.unpack_from(content, at)[0] if end <= len(content) else len(content)
             at = end + size
             if at > len(content):
-                raise ValueError(f"an element of {self.name} ends early")
-            texts.append(bytes(content[at - size : at]))
+                raise ValueError(f"an element of {self.name()} ends early")
+            texts.append(content[end:at])
         if len(texts) != count:
-            raise ValueError(f"{self.name} does not hold {count} elements")
+            raise ValueError(f"{self.name()} does not hold {count} elements")
         return texts
 
 
@@ -197,11 +228,21 @@ class Values(NamedTuple):
     content: bytes
 
 
-def values_of(dtype: np.dtype[Any], elements: Sequence[Any]) -> Values:
-    """elements: bytes for texts. To make an array of a few takes longer than all else that a
-    response needs. Raises struct.error or OverflowError for what does not fit the type.
+def values_of(dtype: np.dtype[Any]) -> Callable[[Sequence[Any]], Values]:
+    """What makes a tensor of elements of this type, bytes for texts. To make an array of a few
+    takes longer than all else that a response needs. It raises struct.error or OverflowError for
+    what does not fit the type.
     """
-    return Values(NUMBERS[dtype], len(elements), _content(dtype.char, elements))
+    number, code = NUMBERS[dtype], dtype.char
+    if number == BYTES:
+        return lambda elements: Values(number, len(elements), _content(code, elements))
+    one = struct.Struct(code).pack  # most tensors hold one
+
+    def values(elements: Sequence[Any]) -> Values:
+        content = one(*elements) if len(elements) == 1 else _content(code, elements)
+        return Values(number, len(elements), content)
+
+    return values
 
 
 def response_frame(number: int, flags: int, outputs: Sequence[tuple[str, Any]] | None) -> bytes:
@@ -275,4 +316,5 @@ def _text(text: str) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _tensor_head(name: str, type_number: int, shape: tuple[int, ...]) -> bytes:
-    return _text(name) + struct.pack(f"=II{len(shape)}q", type_number, len(shape), *shape)
+    head = _text(name) + struct.pack(f"=II{len(shape)}q", type_number, len(shape), *shape)
+    return U32.pack(len(head)) + head

@@ -81,21 +81,6 @@ class Tensor:
         return self._array
 
 
-class Input:
-    def __init__(self, name: str, received: wire.Received) -> None:
-        self._name, self._received = name, received
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> Any:
-        return self._received.array()
-
-    def elements(self) -> list[Any]:
-        """See toolkit.triton.tensors.backend.elements_of."""
-        return self._received.elements()
-
-
 class TritonError(Exception):
     """code: of TRITONSERVER_Error_Code, by the names that this class has."""
 
@@ -150,16 +135,16 @@ class InferenceRequest:
     def __init__(self, reader: wire.Reader, sender: ResponseSender) -> None:
         self._sender = sender
         self._id = reader.text()
-        self._parameters = dict(reader.parameter() for _ in range(reader.size()))
-        self._inputs = [Input(*reader.tensor()) for _ in range(reader.size())]
+        self.named_parameters = dict([reader.parameter() for _ in range(reader.size())])
+        self._inputs = [reader.tensor() for _ in range(reader.size())]
 
     def request_id(self) -> str:
         return self._id
 
     def parameters(self) -> str:
-        return json.dumps(self._parameters)
+        return json.dumps(self.named_parameters)
 
-    def inputs(self) -> list[Input]:
+    def inputs(self) -> list[wire.Received]:
         return self._inputs
 
     def get_response_sender(self) -> ResponseSender:
@@ -222,8 +207,8 @@ def utilities(connection: Connection) -> types.ModuleType:
         Tensor=Tensor,
         TritonError=TritonError,
         TritonModelException=TritonModelException,
-        Values=wire.values_of,
         together=connection.together,
+        values_of=wire.values_of,
     )
     return module
 

@@ -33,6 +33,7 @@ __all__ = [
     "folder_of",
     "instance_number",
     "parameters_of",
+    "parameters_of_request",
     "send_tensors",
     "shared_memory",
     "traceback_of",
@@ -71,6 +72,12 @@ def elements_of(tensor: Any) -> list[Any]:
     except ValueError as error:
         raise RequestError(str(error)) from error
     return found
+
+
+def parameters_of_request(request: Any) -> Mapping[str, object]:
+    """What a client sent beside the tensors. Our own backend has it as it is, and not as JSON."""
+    named: Mapping[str, object] | None = getattr(request, "named_parameters", None)
+    return json.loads(request.parameters() or "{}") if named is None else named
 
 
 def send_tensors(pb_utils: Any, sender: Any, tensors: Sequence[Any], *, is_final: bool) -> None:

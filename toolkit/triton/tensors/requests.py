@@ -141,13 +141,16 @@ def parse(
     for name in parameters:
         if name not in IGNORED_PARAMETERS and not name.startswith("triton_"):
             raise _unknown_input(name, request_format)
-    for name in tensors:
-        if name not in request_format.inputs:
+    values = {}
+    for name, rows in tensors.items():
+        is_single = request_format.inputs.get(name)
+        if is_single is None:
             raise _unknown_input(name, request_format)
-        if request_format.inputs[name] and len(tensors[name]) != 1:
-            raise RequestError(f"{name} takes one value, and {len(tensors[name])} were sent")
-
-    values = {name: rows[0] for name, rows in tensors.items() if request_format.inputs[name]}
+        if not is_single:
+            continue
+        if len(rows) != 1:
+            raise RequestError(f"{name} takes one value, and {len(rows)} were sent")
+        values[name] = rows[0]
     # The prompt is a single value in one format and a list of one in the other. _prompt reads both.
     values.pop("text_input", None)
     # Before anything else is read: clients send a `stop` with an empty prompt.
@@ -178,7 +181,7 @@ def parse(
         include_prompt=(
             not streaming and not values.get(request_format.tensor_name("exclude_input"), False)
         ),
-        returns=frozenset(name for name, value in values.items() if "return_" in name and value),
+        returns=frozenset([name for name, value in values.items() if "return_" in name and value]),
     )
 
 

@@ -20,7 +20,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +46,7 @@ from toolkit.triton.tensors.backend import (
     error_response,
     instance_number,
     parameters_of,
+    parameters_of_request,
     send_tensors,
     shared_memory,
     traceback_of,
@@ -164,7 +165,7 @@ class TritonPythonModel:
         self._metrics.add("toolkit_active_requests", 1)
         try:
             arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
-            parameters = json.loads(request.parameters() or "{}")
+            parameters = parameters_of_request(request)
             self._answer(request.request_id(), arrays, parameters, sender, arrival_ns)
         except RequestError as error:
             outcome: RequestOutcome = "error" if isinstance(error, EngineFailed) else "refused"
@@ -179,7 +180,7 @@ class TritonPythonModel:
         self,
         request_id: str,
         arrays: dict[str, Any],
-        parameters: dict[str, Any],
+        parameters: Mapping[str, object],
         sender: Any,
         arrival_ns: int,
     ) -> None:
@@ -202,7 +203,7 @@ class TritonPythonModel:
                 return
 
     def _check(
-        self, arrays: dict[str, Any], parameters: dict[str, Any], limits: Limits
+        self, arrays: dict[str, Any], parameters: Mapping[str, object], limits: Limits
     ) -> tuple[BlsRequest, Prepared]:
         request = parse_bls(
             arrays,

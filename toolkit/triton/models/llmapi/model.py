@@ -19,6 +19,7 @@ fails, every open request is answered with the reason, and later ones are refuse
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -54,6 +55,7 @@ try:
         Metrics,
         elements_of,
         error_response,
+        parameters_of_request,
         send_tensors,
         traceback_of,
     )
@@ -83,7 +85,10 @@ NUMPY_TYPES = {
     "TYPE_FP32": np.dtype(np.float32),
 }
 WAITING_ASKED = 4  # waiting requests whose clients are asked for in each period
-OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
+# Makes of elements what a tensor holds. Our backend takes them as they are, and no array: see
+# toolkit.triton.native.wire.
+VALUES_OF = getattr(pb_utils, "values_of", lambda dtype: functools.partial(np.array, dtype=dtype))
+OUTPUTS_OF = {spec.name: VALUES_OF(NUMPY_TYPES[spec.dtype]) for spec in OUTPUTS}
 
 
 @dataclass
@@ -194,7 +199,7 @@ class TritonPythonModel:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
             tensors = {tensor.name(): elements_of(tensor) for tensor in triton_request.inputs()}
-            parameters = json.loads(triton_request.parameters() or "{}")
+            parameters = parameters_of_request(triton_request)
             request = parse(tensors, parameters, self._limits)
             name = triton_request.request_id() or str(parameters.get("id", ""))
             if request.cancels:
@@ -478,13 +483,9 @@ def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensor(name: str, values: list[Any]) -> Any:
-    data = [value.encode("utf-8") if isinstance(value, str) else value for value in values]
-    dtype = OUTPUT_TYPES[name]
-    # Our backend takes the elements as they are: see toolkit.triton.native.wire.
-    is_ours = hasattr(pb_utils, "Values")
-    return pb_utils.Tensor(
-        name, pb_utils.Values(dtype, data) if is_ours else np.array(data, dtype=dtype)
-    )
+    if isinstance(values[0] if values else None, str):
+        values = [value.encode("utf-8") for value in values]
+    return pb_utils.Tensor(name, OUTPUTS_OF[name](values))
 
 
 def _error(outcome: RequestOutcome, message: str) -> Any:

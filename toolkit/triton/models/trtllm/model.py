@@ -33,6 +33,7 @@ from toolkit.triton.tensors.backend import (
     elements_of,
     error_response,
     folder_of,
+    parameters_of_request,
     send_tensors,
     traceback_of,
 )
@@ -153,7 +154,7 @@ class TritonPythonModel:
             try:
                 # The elements are copies: the memory belongs to Triton after execute returns.
                 tensors = {tensor.name(): elements_of(tensor) for tensor in triton_request.inputs()}
-                parameters = json.loads(triton_request.parameters() or "{}")
+                parameters = parameters_of_request(triton_request)
                 request = parse(tensors, parameters, self._limits, REQUEST_FORMAT)
                 name = triton_request.request_id() or str(parameters.get("id", ""))
                 job = self._job(request, name, sender, arrival_ns)
