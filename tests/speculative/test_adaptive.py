@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
+from tests.support.draft_costs import HOST, LONGEST, VERIFY, Costs, between
 from toolkit.speculative.adaptive import (
     AWAIT_STEPS,
     AWAIT_STEPS_PLAIN,
     DECIDE_EVERY_IDLE_STEPS,
     DECIDE_EVERY_STEPS,
     DOUBTFUL_MISSES,
+    EXPECTATION_THAT_MATTERS,
     GAIN_WORTH_PROBING,
     IDLE_DECISIONS,
     JOINING_STEPS,
     LEAST_BATCH_GAIN,
     MOST_CONFIRMATIONS,
     PERFECT_ACCEPTANCE,
+    PLAIN_HOLDS_NS,
     PRIOR_REQUESTS,
     PROBE_TOKENS,
     STALE_TOKENS,
@@ -43,46 +43,8 @@ from toolkit.speculative.trials import (
     Trials,
 )
 
-LONGEST = 5
 OUTPUT_TOKENS = 192
 OFF_STEPS = 16  # after which a new request whose drafts are all wrong does not draft
-# Milliseconds on two CPU cores, quickstart pair: forwards of 1 to 6 tokens, by rows.
-VERIFY = {
-    1: (0.387, 0.424, 0.503, 0.565, 0.655, 0.693),
-    4: (1.091, 1.339, 1.585, 1.984, 2.214, 2.524),
-    16: (3.5, 4.8, 5.8, 7.0, 8.3, 9.7),
-}
-DRAFT, PROBE, HOST = 0.055, 0.17, 0.06
-
-
-def between(figures: tuple[float, ...], width: float) -> float:
-    """Of a step whose rows have so many tokens in the mean. figures: from one token on."""
-    return float(np.interp(width, range(1, len(figures) + 1), figures))
-
-
-@dataclass
-class Costs:
-    """verify: per width, of one row; every further row costs `per_row` of it."""
-
-    verify: tuple[float, ...] = VERIFY[1]
-    draft: float = DRAFT
-    per_row: float = 1.0
-    probe: float = PROBE
-    reading: float = 0.01
-
-    def draft_ns(self, rows: int, depth: int) -> float:
-        return 1e6 * self.draft * (1 + 0.2 * (rows - 1)) if rows else 0.0
-
-    def step_ns(self, rows: int, width: float) -> float:
-        return 1e6 * (HOST + between(self.verify, width) * (1 + self.per_row * (rows - 1)))
-
-    def probe_ns(self, rows: int) -> float:
-        return 1e6 * self.probe * rows
-
-    def read_ns(self, tokens: float) -> float:
-        return 1e6 * self.reading * tokens
-
-
 # Drafts that are always right gain a batch six per cent.
 LITTLE_GAIN = Costs(tuple(1.0 + 0.82 * width for width in range(LONGEST + 1)), probe=2.0)
 
@@ -172,8 +134,8 @@ def test_expectations_that_do_not_come_true_lose_trust_and_win_it_back() -> None
         decider.note_block(state, 4, 4)
         decider.note_block(state, 4, 0)
     assert 0.5 < decider.trust < 0.75
-    alone = decider._speed([0.6], [4], ())
-    assert alone < controller()._speed([0.6], [4], ())
+    alone = decider._speeds().of([0.6], [4], ())
+    assert alone < controller()._speeds().of([0.6], [4], ())
     for _ in range(600):
         state.chance = 0.95
         decider.note_block(state, 4, 4)
@@ -190,26 +152,6 @@ def test_the_length_is_the_fastest_of_all_for_the_acceptance() -> None:
             spent = decider.costs.step_ns(1, length + 1) + length * decider.costs.draft_ns(1, 1)
             speeds.append(tokens / spent)
         assert chosen(decider, state) == [speeds.index(max(speeds))]
-
-
-@settings(max_examples=200)
-@given(
-    alphas=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3),
-    draft=st.floats(0.001, 0.5),
-    per_row=st.floats(0.0, 1.0),
-)
-def test_a_batch_is_nearly_as_fast_as_any_choice_of_lengths(
-    alphas: list[float], draft: float, per_row: float
-) -> None:
-    decider = controller(Costs(draft=draft, per_row=per_row))
-    every = itertools.product(range(LONGEST + 1), repeat=len(alphas))
-    fastest = max(decider._speed(alphas, lengths, ()) for lengths in every)
-    plan = decider._best(alphas, [LONGEST] * len(alphas), ())
-    assert plan.tokens_per_ns == pytest.approx(decider._speed(alphas, plan.draft_lens, ()))
-    if any(plan.draft_lens) or len(alphas) == 1:
-        assert plan.tokens_per_ns >= 0.98 * fastest
-    else:
-        assert plan.tokens_per_ns >= 0.98 * fastest / (1.0 + LEAST_BATCH_GAIN)
 
 
 def test_each_row_of_a_batch_has_its_own_length() -> None:
@@ -277,7 +219,9 @@ def test_first_probes_of_many_short_texts_take_a_small_share_of_the_time() -> No
 
 
 def test_where_perfect_drafts_would_gain_little_probes_take_less_time() -> None:
-    perfect = controller(LITTLE_GAIN)._gain(PERFECT_ACCEPTANCE, 4, LONGEST, ())
+    decider = controller(LITTLE_GAIN)
+    least_gain = decider._least_gain(4, ())
+    perfect = decider._speeds().gain(PERFECT_ACCEPTANCE, 4, LONGEST, (), least_gain)
     assert 0.0 < perfect < 0.5 * GAIN_WORTH_PROBING
     assert 0.0 < share_of_probes(LITTLE_GAIN) < 0.5 * share_of_probes(Costs(probe=2.0))
 
@@ -450,30 +394,6 @@ def test_a_new_request_without_drafts_is_no_reason_to_decide_more_often() -> Non
     assert decider.keeps(1) and not all(decider.keeps(1) for _ in range(intervals[0]))
 
 
-@given(
-    alpha=st.floats(0.0, 1.0),
-    rows=st.integers(1, 16),
-    longest=st.integers(1, LONGEST),
-    verify=st.floats(0.1, 1.0),
-    fixed=st.lists(st.integers(0, LONGEST), max_size=3),
-)
-def test_whether_a_draft_would_pay_is_what_the_speeds_say(
-    alpha: float, rows: int, longest: int, verify: float, fixed: list[int]
-) -> None:
-    """Rows that are alike are compared by a shorter way."""
-    costs = Costs(tuple(1.0 + verify * width for width in range(LONGEST + 1)), per_row=0.3)
-    decider = controller(costs)
-    plain = decider._speed([alpha] * rows, [0] * rows, fixed)
-    speeds = [decider._speed([alpha] * rows, [k] * rows, fixed) for k in range(1, longest + 1)]
-    best = max(speeds)
-    begins = rows + len(fixed) > 1 and not any(fixed)
-    least = plain * (1.0 + LEAST_BATCH_GAIN if begins else 1.0)
-    assume(abs(best - least) > 1e-9 * plain)
-    gain = decider._gain(alpha, rows, longest, fixed)
-    assert gain == pytest.approx(best / least - 1.0)
-    assert (gain > 0.0) == (best > least)
-
-
 def gaining(gain: float) -> Costs:
     """Drafts that are always accepted gain so much, at one token, whatever the rows: such a step
     gives twice the tokens.
@@ -495,6 +415,11 @@ class Compared:
 class Doubtful(Comparison):
     def doubt(self, rows: int) -> float:
         return 0.06
+
+
+class Known(Comparison):
+    def is_known(self, rows: int) -> bool:
+        return True
 
 
 @pytest.mark.parametrize(("gain", "begins"), [(0.05, False), (0.08, True)])
@@ -587,12 +512,85 @@ def only_alone() -> Controller:
 def test_a_batch_that_decodes_plainly_begins_no_drafts_for_a_moment_with_fewer_rows() -> None:
     """Not even if a decision is due then: those that follow would decode plainly again."""
     decider = only_alone()
-    for _ in range(DECIDE_EVERY_IDLE_STEPS):
-        decider.keeps(4)
-    assert not decider.keeps(4)
+    while decider.keeps(4):
+        pass
     decider.reconsider()
     assert all(decider.keeps(1) for _ in range(AWAIT_STEPS_PLAIN))
     assert not decider.keeps(1)
+
+
+def decoding_plainly(
+    comparison: Comparison | None = None, rows: Sequence[int] = (4, 3)
+) -> Controller:
+    """So many rows, and fewer, were decided for one after the other, and none drafts."""
+    decider = controller(Computing(), comparison=comparison)
+    for count in rows:
+        assert not any(chosen(decider, *(Adaptation(900.0, 1000.0) for _ in range(count))))
+    return decider
+
+
+def steps_kept(decider: Controller, rows: int) -> int:
+    """Before it is decided for so many rows, which come one after the other."""
+    return sum(1 for _ in itertools.takewhile(lambda _: decider.keeps(rows), range(2000)))
+
+
+def test_that_so_many_requests_decode_plainly_holds_for_a_while_through_others() -> None:
+    """As each batch becomes smaller near its end. What was not decided yet is."""
+    decider = decoding_plainly()
+    held = PLAIN_HOLDS_NS / decider.costs.step_ns(4, 1.0)
+    steps = 0
+    for rows in itertools.cycle((4, 3)):
+        kept = sum(decider.keeps(rows) for _ in range(40))
+        steps += kept
+        if kept < 40:
+            break
+    assert 0.8 * held < steps < 1.2 * held
+    decider = decoding_plainly()
+    assert steps_kept(decider, 2) == AWAIT_STEPS_PLAIN
+
+
+def test_what_was_found_of_so_many_rows_is_not_found_again_for_those_that_rest() -> None:
+    decider = decoding_plainly(rows=(3, 4))
+    assert steps_kept(decider, 3) > 10 * AWAIT_STEPS_PLAIN
+    assert decider._rows == 3
+    decider = decoding_plainly(rows=(3, 4))
+    for _ in range(AWAIT_STEPS_PLAIN + 1):
+        assert decider.keeps(3)
+    assert sum(decider.rests(3) for _ in range(1000)) > 10 * AWAIT_STEPS_PLAIN
+
+
+def comes_to_an_end(decider: Controller) -> None:
+    comparison = decider.comparison
+    assert comparison is not None
+    comparison.begin(4)
+    while decider.compares:
+        decider.compare(ComparedStep(4, [], 0.0, read=0, fed=0, ns=1))
+
+
+def expects_less(decider: Controller) -> None:
+    decider.expected_acceptance -= 1.1 * EXPECTATION_THAT_MATTERS
+
+
+@pytest.mark.parametrize("happens", [comes_to_an_end, expects_less, Controller.reconsider])
+def test_what_changes_costs_or_what_is_expected_ends_what_was_found(
+    happens: Callable[[Controller], object],
+) -> None:
+    decider = decoding_plainly(Known(4, Compared()))
+    happens(decider)
+    chosen(decider, *(Adaptation(900.0, 1000.0) for _ in range(4)))
+    assert steps_kept(decider, 3) == AWAIT_STEPS_PLAIN
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_is_not_known_well_or_drafts_is_decided_for_as_often_as_before(drafts: bool) -> None:
+    if drafts:
+        decider = controller()
+        rows = [Adaptation(900.0, 1000.0) for _ in range(4)]
+        assert all(chosen(decider, *rows))
+        assert steps_kept(decider, 4) < DECIDE_EVERY_IDLE_STEPS
+    else:
+        decider = decoding_plainly(Comparison(4, Compared()))
+        assert steps_kept(decider, 3) < DECIDE_EVERY_IDLE_STEPS
 
 
 def test_a_batch_that_ends_together_is_taken_to_begin_together() -> None:
@@ -621,6 +619,16 @@ def test_what_follows_a_batch_that_decoded_plainly_is_taken_for_another_batch() 
     assert chosen(decider, first) > [0]
     decider.pause()
     assert not decider.awaits_more(1)
+
+
+def test_so_is_what_follows_one_that_was_not_decided_for_again() -> None:
+    decider = only_alone()
+    assert chosen(decider, Adaptation(900.0, 1000.0)) > [0]
+    for _ in range(2):
+        decider.pause()
+        assert decider.awaits_more(1)
+        assert all(decider.keeps(4) for _ in range(2 * AWAIT_STEPS_PLAIN))
+        assert chosen(decider, Adaptation(900.0, 1000.0)) > [0]
 
 
 def test_what_the_last_request_of_a_batch_rested_for_is_not_for_the_next_batch() -> None:

@@ -1,19 +1,17 @@
 """How many tokens each request drafts, chosen while it runs: by what was accepted lately, and by
 what a step costs.
 
-The one idea: a step of a batch costs a certain time, and each row of it is expected to give
-1 + a + a^2 + ... + a^k tokens, where `a` is the probability that a draft token is accepted. The
-lengths are chosen for the whole batch together, since all rows share the step: those with the most
-expected tokens per nanosecond. Plain decoding is one of the choices, so a batch whose drafts do not
-pay is decoded plainly. Before it can draft, the draft has the texts to read, so what is left of the
-requests has to be worth that.
+The one idea: those lengths are best that are expected to give the most tokens per nanosecond
+(`expected_speed`), by the probability of each request that a draft token of it is accepted. Plain
+decoding is one of the choices, so a batch whose drafts do not pay is decoded plainly. Before it can
+draft, the draft has the texts to read, so what is left of the requests has to be worth that.
 
-`a` is estimated per request from its recent draft tokens (old ones are forgotten), and begins at
-what recent requests had. After two blocks without an accepted token a draft is one token, until one
-is accepted. A run of them that would be very unlikely at the estimate before it discards the
-estimate, so that a text that becomes unpredictable is noticed in a few steps, and at little cost.
-Lengths change only if that promises a gain of SWITCH_GAIN: near the best length the speed is flat,
-and every change has its price.
+That probability is estimated from a request's recent draft tokens (old ones are forgotten), and
+begins at what recent requests had. After two blocks without an accepted token a draft is one token,
+until one is accepted. A run of them that would be very unlikely at the estimate before it discards
+the estimate, so that a text that becomes unpredictable is noticed in a few steps, and at little
+cost. Lengths change only if that promises a gain of SWITCH_GAIN: near the best length the speed is
+flat, and every change has its price.
 
 Estimates are for texts that stay as they are. Where texts keep changing, less is accepted than they
 say, in every request; so the expected tokens count only as far as recent ones came (`trust`).
@@ -26,6 +24,10 @@ a batch together save up for their probes, since the first ones of many short te
 than that. Where even perfect drafts would gain a batch little, the share is smaller, too, and where
 they would not pay, as at high load, nothing is probed.
 
+Of a batch that decodes plainly decisions take a part, too: the fewer its requests, the more. So
+what was found for so many of them holds for a while, also when they have been more or fewer
+meanwhile (PLAIN_HOLDS_NS).
+
 Pure, and only of Python's standard library: costs are an argument, and there is no clock.
 """
 
@@ -34,9 +36,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from toolkit.speculative.comparison import ComparedStep, Comparison
+from toolkit.speculative.expected_speed import Costs, Plan, Speeds, block_length
 from toolkit.speculative.trials import LEAST_TOKENS, PLAIN_TRIAL_STEPS, Trials
 from toolkit.words import DraftLenReason
 
@@ -46,7 +48,6 @@ __all__ = [
     "Adaptation",
     "AdaptiveSettings",
     "Controller",
-    "Costs",
     "Rest",
 ]
 
@@ -65,12 +66,16 @@ SWITCH_GAIN, END_GAIN = 0.015, 0.02
 # Of the speed of a batch, that drafts have to promise beside the time in which the draft reads the
 # prompts; those that begin also as much as costs may be off.
 LEAST_BATCH_GAIN, MOST_READING = 0.01, 0.9
-# A decision costs 50 microseconds and more, and a step of a small model a millisecond; of a batch
+# A decision costs 50 to 150 microseconds, and a step of a small model a millisecond; of a batch
 # each takes longer in proportion to its rows, but in a batch the text of one request matters less.
 # Decisions that change nothing come at longer intervals. Where nothing is drafted, nothing is
 # learned.
 DECIDE_EVERY_STEPS, DECIDE_EVERY_STEPS_OF_BATCH, STEADY_FACTOR = 4, 16, 2
 DECIDE_EVERY_IDLE_STEPS = 256
+# That so many requests decode plainly holds for so long, whichever they are, where their load is
+# known and what is expected of a new one's draft tokens changes by no more than that: of 4 requests
+# decisions took 0.25 % of the time.
+PLAIN_HOLDS_NS, EXPECTATION_THAT_MATTERS = 500_000_000, 0.05
 ROWS_THAT_MATTER = 0.125  # by which share the rows may change before it is decided again
 # A request that ends is often followed by another, and then nothing has changed: so many steps. A
 # batch that does not draft begins anew with few rows, which would draft in vain: then more steps.
@@ -123,28 +128,6 @@ class AdaptiveSettings:
     window_requests: int = 16
     min_acceptance_length: float = 1.0
     probe_every_tokens: int = 16
-
-
-class Costs(Protocol):
-    """What the engines take, in nanoseconds."""
-
-    def draft_ns(self, rows: int, depth: int) -> float:
-        """The draft's token at this depth of a block, from 1 on, for so many rows. 0 rows: 0."""
-        ...
-
-    def step_ns(self, rows: int, width: float) -> float:
-        """The rest of a step: the target's forward of so many rows, of so many tokens in the mean,
-        and the host's work.
-        """
-        ...
-
-    def probe_ns(self, rows: int) -> float:
-        """A probe of each of so many rows."""
-        ...
-
-    def read_ns(self, tokens: float) -> float:
-        """The draft reads so many tokens of a text."""
-        ...
 
 
 @dataclass(slots=True)
@@ -207,20 +190,24 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plainly:
+    """So many requests were found to decode plainly, and why. until: the step from which on that
+    has to be found again. expected: see _expected_of_new. perfect_gain: see Controller.
+    """
+
+    until: int
+    expected: float
+    why_not: DraftLenReason
+    perfect_gain: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Crowd:
     """The most requests that were decided for together since none was left, and how."""
 
     rows: int
     drafts: bool
     why_not: DraftLenReason
-
-
-@dataclass(slots=True)
-class _Plan:
-    """draft_lens: one per row. tokens_per_ns: of the whole batch."""
-
-    draft_lens: list[int]
-    tokens_per_ns: float
 
 
 @dataclass(slots=True)
@@ -253,7 +240,7 @@ class Controller:
     _saved_ns: float = math.inf
     _income_ns: float = 0.0
     _purse_ns: float = math.inf
-    _perfect_gain: float = math.inf  # of perfect drafts: see _gain. inf: not known
+    _perfect_gain: float = math.inf  # of perfect drafts: see Speeds.gain. inf: not known
     # Of the last decision: its rows, its longest draft, the worth of the least draft token that it
     # took, and why a row that drafts nothing does not.
     _rows: int = 0
@@ -264,6 +251,8 @@ class Controller:
     _least_worth: float = math.inf
     _why_not: DraftLenReason = "acceptance"
     _crowd: _Crowd | None = None
+    _steps: int = 0  # all that were taken
+    _plainly: dict[int, _Plainly] = field(default_factory=dict)  # by rows
     # By how much recent requests differed beyond luck, and what luck explains: see _pooled.
     _spread: float = 0.0
     _luck: float = 0.0
@@ -346,6 +335,11 @@ class Controller:
         self._crowd = None
 
     def reconsider(self) -> None:
+        """What was decided does not hold any more, for however many rows."""
+        self._plainly.clear()
+        self._decide_again()
+
+    def _decide_again(self) -> None:
         """Let `keeps` say no for the next step, unless rows that decode plainly await others."""
         self._wake()
         self._is_overdue = True
@@ -378,7 +372,7 @@ class Controller:
         state.total_hits += accepted
         state.total_trials += tried
         state.blocks += 1
-        self._expected += _length(state.chance, drafted) - 1.0 - self._expected / TRUST_BLOCKS
+        self._expected += block_length(state.chance, drafted) - 1.0 - self._expected / TRUST_BLOCKS
         self._accepted += accepted - self._accepted / TRUST_BLOCKS
         state.plain_tokens = 0
         if accepted and not state.misses:
@@ -391,7 +385,7 @@ class Controller:
             state.draft_len = max(drafted, state.usual_len)
         if state.misses and (1.0 - state.before_misses) ** state.misses < UNLIKELY_RUN:
             state.hits, state.trials = 0.5, state.misses + 1.0
-            self.reconsider()
+            self._decide_again()
 
     def note_plain(self, state: Adaptation, tokens: int) -> None:
         """Output tokens came without a draft. The more of them, the less is known of the text as it
@@ -419,7 +413,7 @@ class Controller:
         state.total_hits += sum(shares)
         state.total_trials += len(shares)
         self._probe_later(state, rows)
-        self.reconsider()
+        self._decide_again()
 
     def _probe_later(self, state: Adaptation, rows: int) -> None:
         every = self.settings.probe_every_tokens
@@ -473,6 +467,7 @@ class Controller:
             self._steps_until_decision -= steps
             self._steps_until_probe -= steps
             self._steps_since_more += steps
+            self._steps += steps
             self._save(steps * self._income_ns)
             if self.trials is not None:
                 self.trials.pass_steps(self._last_rows, steps)
@@ -484,6 +479,7 @@ class Controller:
         self._wake()
         self._steps_until_decision -= 1
         self._steps_until_probe -= 1
+        self._steps += 1
         self._save(self._income_ns)
         more = rows - self._rows
         slack = 0 if self._deepest else int(ROWS_THAT_MATTER * self._rows)
@@ -502,12 +498,47 @@ class Controller:
             return True  # drafts that begin for a moment are in vain
         if self._is_overdue:
             return False
+        holds = self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
+        if not (holds or self._deepest) and self._goes_on_plainly(rows):
+            holds, more = True, 0
         if abs(more) <= slack:
             until_probe = max(self._steps_until_probe, self._steps_until_paid())
             rest = self.rest
             rest.steps = max(0, min(self._steps_until_decision, until_probe) - 1)
             rest.least_rows, rest.most_rows = self._rows - slack, self._rows + slack
-        return self._steps_until_decision > 0 and (is_same_load or is_awaited or is_growing)
+        return holds
+
+    def _goes_on_plainly(self, rows: int) -> bool:
+        """Whether so many were found to decode plainly, and that holds. If so, it is as if it had
+        been decided again.
+        """
+        found = self._plainly.get(rows)
+        if found is None or self._steps >= found.until:
+            return False
+        if abs(self._expected_of_new() - found.expected) > EXPECTATION_THAT_MATTERS:
+            return False
+        self._rows, self._steps_until_decision = rows, found.until - self._steps
+        self._why_not, self._perfect_gain = found.why_not, found.perfect_gain
+        self._note_crowd()
+        self._save_for_probes_of(rows)
+        return True
+
+    def _note_plainly(self) -> None:
+        """The last decision was that its rows decode plainly."""
+        rows, comparison = self._rows, self.comparison
+        if rows > 1 and (comparison is None or comparison.is_known(rows)):
+            steps = int(PLAIN_HOLDS_NS / self.costs.step_ns(rows, 1.0))
+            self._plainly[rows] = _Plainly(
+                self._steps + steps, self._expected_of_new(), self._why_not, self._perfect_gain
+            )
+
+    def _expected_of_new(self) -> float:
+        """Of the draft tokens of a new request, the share that is expected to be accepted."""
+        return self.trust * self.expected_acceptance
+
+    def _note_crowd(self) -> None:
+        if self._crowd is None or self._rows >= self._crowd.rows:
+            self._crowd = _Crowd(self._rows, self._deepest > 0, self._why_not)
 
     def may_probe(self) -> bool:
         """Whether a probe can be due in this step. Only then rows have to be looked at. It may
@@ -627,7 +658,8 @@ class Controller:
         for state in states:
             state.decided_chance = state.chance
         longests = [min(longest, 1) if state.is_doubtful else longest for state in states]
-        best = self._best(alphas, longests, fixed)
+        speeds, least_gain = self._speeds(), self._least_gain(rows, fixed)
+        best = speeds.best(alphas, longests, fixed, least_gain)
         best = self._settled(states, alphas, longests, best, fixed, has_grown=has_grown)
         # A new request that does not draft, as those before it, changes nothing.
         unset = 0 if self._deepest == 0 else None
@@ -644,19 +676,20 @@ class Controller:
         self._least_worth, self._why_not = math.inf, "acceptance"
         self._perfect_gain = math.inf
         for state, alpha, draft_len in zip(states, alphas, best.draft_lens, strict=True):
-            is_too_short = _length(alpha, longest) < self.settings.min_acceptance_length
+            is_too_short = block_length(alpha, longest) < self.settings.min_acceptance_length
             length = 0 if is_too_short else draft_len
             if length == 0 and is_loaded is None:
                 perfect = max(PERFECT_ACCEPTANCE, *alphas)
-                self._perfect_gain = self._gain(perfect, len(states), longest, fixed)
+                self._perfect_gain = speeds.gain(perfect, len(states), longest, fixed, least_gain)
                 is_loaded = self._perfect_gain <= 0.0
                 self._why_not = "load" if is_loaded else "acceptance"
             if length:
                 self._least_worth = min(self._least_worth, self.trust * alpha**length)
             self._set(state, length, self._why_not, rows)
-        if self._crowd is None or rows >= self._crowd.rows:
-            self._crowd = _Crowd(rows, self._deepest > 0, self._why_not)
+        self._note_crowd()
         self._wait(states, is_steady=is_steady)
+        if not (self._deepest or fixed):
+            self._note_plainly()
         # Fewer rows may soon be still fewer.
         is_possible = not (fixed or has_shrunk or self.compares)
         if self.trials is not None and is_possible and self.trials.is_due(rows):
@@ -679,16 +712,18 @@ class Controller:
             lengths = [
                 length
                 for length in range(1, min(longests) + 1)
-                if _length(mean, length) >= max(LEAST_TOKENS, self.settings.min_acceptance_length)
+                if block_length(mean, length)
+                >= max(LEAST_TOKENS, self.settings.min_acceptance_length)
             ]
+        speeds = self._speeds()
         speed, other = max(
-            ((self._speed(alphas, [length] * rows, ()), length) for length in lengths),
+            ((speeds.of(alphas, [length] * rows, ()), length) for length in lengths),
             default=(0.0, 0),
         )
         # What the draft reads before it, or after it.
         unread = sum(state.unread_tokens for state in states) if other else rows * PLAIN_TRIAL_STEPS
         reading_ns = self.costs.read_ns(unread)
-        promise = speed / self._speed(alphas, usual, ())
+        promise = speed / speeds.of(alphas, usual, ())
         step_ns = self.costs.step_ns(rows, 1.0)
         blocks = max((state.blocks for state in states if state.draft_len), default=0)
         if trials.begin(
@@ -725,11 +760,11 @@ class Controller:
         states: Sequence[Adaptation],
         alphas: Sequence[float],
         longests: Sequence[int],
-        best: _Plan,
+        best: Plan,
         fixed: Sequence[int],
         *,
         has_grown: bool,
-    ) -> _Plan:
+    ) -> Plan:
         """The best lengths, or the present ones if that gains too little. The drafts of a row end
         when a second decision in a row wants it: a few hard words may have been the reason for the
         first, and what ends is not seen any more. A doubtful row has shown enough, and so has a
@@ -744,7 +779,7 @@ class Controller:
             self._wants_ends = False
             return best
         rows = len(states) + len(fixed)
-        kept_speed = self._speed(alphas, present, fixed)
+        kept_speed = self._speeds().of(alphas, present, fixed)
         ending = [
             state
             for state, old, new in zip(states, present, best.draft_lens, strict=True)
@@ -758,7 +793,7 @@ class Controller:
         has_shown_enough = has_grown or all(state.is_doubtful for state in ending)
         self._wants_ends = is_worth_it and not has_shown_enough
         if not is_worth_it or (self._wants_ends and not wanted_ends):
-            return _Plan(present, kept_speed)
+            return Plan(present, kept_speed)
         return best
 
     def _is_held(self, states: Sequence[Adaptation], longest: int, fixed: Sequence[int]) -> bool:
@@ -795,9 +830,13 @@ class Controller:
         longer = min(factor * self._decide_every, most)
         self._decide_every = longer if is_steady else every
         self._steps_until_decision, self._is_overdue = self._decide_every, False
-        self._income_ns = self._saved_share(self._rows) * self.costs.step_ns(self._rows, 1)
-        self._purse_ns = PURSE_PROBES * self.costs.probe_ns(min(self._rows, PROBED_ROWS))
+        self._save_for_probes_of(self._rows)
         self.await_probes(states)
+
+    def _save_for_probes_of(self, rows: int) -> None:
+        """From now on, each step saves for those of so many rows."""
+        self._income_ns = self._saved_share(rows) * self.costs.step_ns(rows, 1)
+        self._purse_ns = PURSE_PROBES * self.costs.probe_ns(min(rows, PROBED_ROWS))
 
     def _pooled(self, states: Sequence[Adaptation]) -> list[float]:
         """The acceptance to expect of each request: its own estimate, drawn towards the mean, since
@@ -833,69 +872,8 @@ class Controller:
         state.draft_len = draft_len
         state.reason = "pays" if draft_len else why_not
 
-    def _best(
-        self, alphas: Sequence[float], longests: Sequence[int], fixed: Sequence[int]
-    ) -> _Plan:
-        """The lengths with the most expected tokens per nanosecond.
-
-        For each longest block, drafts are added in the order of their worth, the probability that
-        they are accepted, and the best beginning of this order is taken. The worth falls along a
-        block, so a beginning is a length for each row.
-        """
-        best = _Plan([0] * len(alphas), self._speed(alphas, [0] * len(alphas), fixed))
-        longest = max(longests, default=0)
-        # Where no length would pay if all rows were like the best one, none does.
-        if not alphas or self._gain(max(alphas), len(alphas), longest, fixed) <= 0.0:
-            return best
-        trust = self.trust
-        worth = [
-            (trust * alpha**depth, row, depth)
-            for row, (alpha, longest_here) in enumerate(zip(alphas, longests, strict=True))
-            for depth in range(1, longest_here + 1)
-        ]
-        worth.sort(key=lambda draft: (-draft[0], draft[2]))
-        rows = len(alphas) + len(fixed)
-        least_speed = best.tokens_per_ns * self._least_gain(rows, fixed)
-        figures = self._figures(rows, max(longest, *fixed, 1))
-        # One row alone goes through its lengths in any case.
-        for deepest in range(1 if len(alphas) > 1 else longest, longest + 1):
-            drafts = [draft for draft in worth if draft[2] <= deepest]
-            count, speed = _best_beginning(drafts, deepest, fixed, *figures)
-            if speed > max(best.tokens_per_ns, least_speed):
-                best = _Plan([0] * len(alphas), speed)
-                for _, row, depth in drafts[:count]:
-                    best.draft_lens[row] = depth
-        return best
-
-    def _figures(self, rows: int, longest: int) -> tuple[list[list[float]], list[float]]:
-        """The costs as lists, since a decision needs each many times: of a draft token at depth 1
-        and of one behind it, by rows; of the rest of a step, by tokens per row.
-        """
-        draft_ns = [
-            [self.costs.draft_ns(count, depth) for count in range(rows + 1)] for depth in (1, 2)
-        ]
-        return draft_ns, [self.costs.step_ns(rows, float(width)) for width in range(1, longest + 2)]
-
-    def _gain(self, alpha: float, rows: int, longest: int, fixed: Sequence[int]) -> float:
-        """What the best draft length would gain, if all of so many rows had this acceptance, beyond
-        the speed from which on they begin to draft. Not above 0: no length pays.
-        """
-        if fixed:
-            alphas = [alpha] * rows
-            least = self._speed(alphas, [0] * rows, fixed)
-            least *= self._least_gain(rows + len(fixed), fixed)
-            lengths = range(1, longest + 1)
-            speeds = (self._speed(alphas, [length] * rows, fixed) for length in lengths)
-            return max(speeds, default=0.0) / least - 1.0
-        step_ns, trust = self.costs.step_ns, self.trust
-        plain_ns = step_ns(rows, 1.0) / self._least_gain(rows, ())
-        best, drafting_ns, tokens, worth = 0.0, 0.0, 1.0, trust
-        for length in range(1, longest + 1):
-            worth *= alpha
-            tokens += worth
-            drafting_ns += self.costs.draft_ns(rows, length)
-            best = max(best, tokens / (drafting_ns + step_ns(rows, 1.0 + length)))
-        return best * plain_ns - 1.0
+    def _speeds(self) -> Speeds:
+        return Speeds(self.costs, self.trust)
 
     def _least_gain(self, rows: int, fixed: Sequence[int]) -> float:
         """The speed with drafts over that without, from which on so many rows begin to draft."""
@@ -927,49 +905,6 @@ class Controller:
         plain_ns = left / len(states) * self.costs.step_ns(rows, 1.0)
         return min(MOST_READING, self.costs.read_ns(unread) / plain_ns)
 
-    def _speed(
-        self, alphas: Sequence[float], draft_lens: Sequence[int], fixed: Sequence[int]
-    ) -> float:
-        """Expected tokens per nanosecond of a step."""
-        everyone = [*draft_lens, *fixed]
-        ns = self.costs.step_ns(len(everyone), 1.0 + sum(everyone) / len(everyone))
-        for depth in range(1, 1 + max(everyone)):
-            ns += self.costs.draft_ns(sum(length >= depth for length in everyone), depth)
-        tokens = float(len(fixed))  # of rows that are not ours, only what is certain
-        for alpha, draft_len in zip(alphas, draft_lens, strict=True):
-            tokens += 1.0 + self.trust * (_length(alpha, draft_len) - 1.0)
-        return tokens / ns
-
-
-def _best_beginning(
-    drafts: Sequence[tuple[float, int, int]],
-    deepest: int,
-    fixed: Sequence[int],
-    draft_ns: Sequence[Sequence[float]],
-    step_ns: Sequence[float],
-) -> tuple[int, float]:
-    """How many of these drafts (worth, row, depth), in their order, make the batch fastest, and how
-    fast in tokens per nanosecond. draft_ns and step_ns: see _figures.
-    """
-    first, further = draft_ns
-    rows = len(first) - 1
-    counts = [sum(length > depth for length in fixed) for depth in range(max(deepest, *fixed, 0))]
-    drafting = sum((further if depth else first)[count] for depth, count in enumerate(counts))
-    tokens, drafted, best, best_speed = float(rows), sum(fixed), 0, 0.0
-    for index, (worth, _, depth) in enumerate(drafts):
-        tokens += worth
-        drafted += 1
-        count, figures = counts[depth - 1], first if depth == 1 else further
-        drafting += figures[count + 1] - figures[count]
-        counts[depth - 1] = count + 1
-        whole, part = divmod(drafted, rows)
-        ns = drafting + step_ns[whole]
-        if part:
-            ns += part / rows * (step_ns[whole + 1] - step_ns[whole])
-        if tokens > best_speed * ns:
-            best, best_speed = index + 1, tokens / ns
-    return best, best_speed
-
 
 def _begins_plainly(rows: int, fixed: Sequence[int]) -> bool:
     """Whether it is a batch none of whose rows drafts in any case."""
@@ -987,12 +922,3 @@ def _worth_of_the_mean(luck: float, spread: float, least: float, most: float) ->
     luck: the variance of one token. spread: the variance of the requests, without what luck adds.
     """
     return most if spread <= 0.0 else min(most, max(least, luck / spread - 1.0))
-
-
-def _length(alpha: float, draft_len: int) -> float:
-    """The expected tokens of a step: 1 + a + ... + a^k (Leviathan et al. 2023, arXiv:2211.17192,
-    section 3.1).
-    """
-    if alpha >= 1.0:
-        return 1.0 + draft_len
-    return float((1.0 - alpha ** (draft_len + 1)) / (1.0 - alpha))
