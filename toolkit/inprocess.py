@@ -41,8 +41,9 @@ def load_runtime(
     requests are decoded plainly. draft_len_schedule: pairs (running requests, draft length); a
     length holds from that many running requests on. max_prompt_tokens: requests with longer prompts
     are decoded plainly. adaptive: the fields of AdaptiveSettings, if draft lengths are chosen while
-    requests run; the engines are then timed first. reuse_prefixes: a prompt is computed only from
-    where it differs from what a KV cache holds.
+    requests run; what that needs to know of the engines is then found out first, which takes some
+    seconds. reuse_prefixes: a prompt is computed only from where it differs from what a KV cache
+    holds.
 
     Raises CheckpointError if a directory is not an engine, PairingError if the engines do not
     belong together, UsageError if the target's engine was not built for this draft length,
@@ -51,6 +52,7 @@ def load_runtime(
     from toolkit.engines.registry import loader
     from toolkit.speculative.adaptive import AdaptiveSettings
     from toolkit.speculative.drafters import NgramDrafter
+    from toolkit.speculative.rehearsal import rehearsed
     from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
     from toolkit.speculative.text import TextCodec
 
@@ -81,7 +83,12 @@ def load_runtime(
         reuse_prefixes=reuse_prefixes,
     )
     drafter = None if ngram_size is None or max_draft_len == 0 else NgramDrafter(ngram_size)
-    return SpeculativeRuntime(target, draft, codec, settings, drafter=drafter)
+    costs = comparison = None
+    if draft is not None and drafter is None and settings.adaptive is not None:
+        costs, comparison = rehearsed(target, draft, codec, settings)
+    return SpeculativeRuntime(
+        target, draft, codec, settings, drafter=drafter, costs=costs, comparison=comparison
+    )
 
 
 def eos_token_ids(engine_dir: Path) -> tuple[int, ...]:

@@ -280,9 +280,9 @@ class ClosedLoop:
         while self._begun < len(self.lengths) and len(self._running) < self.load:
             self._submit(self._begun)
             self._begun += 1
+        self.runtime.step()  # also when none is left, as `run` does
         if not self._running:
             return False
-        self.runtime.step()
         for index in [index for index, outcome in self._running.items() if outcome.finish_reason]:
             self._note(self._running.pop(index))
         return True

@@ -135,9 +135,11 @@ class SpeculativeRuntime:
         drafter: Drafter | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         costs: StepCosts | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         """drafter: a source of drafts to use instead of the draft engine. clock: monotonic
-        nanoseconds. costs: of the engines, for adaptive lengths; None: they are timed now. Raises
+        nanoseconds. For adaptive lengths, costs: of the engines; None: they are timed now.
+        comparison: with what is known of these costs, as from a rehearsal; None: nothing is. Raises
         UsageError if the engines cannot serve together.
         """
         check_engines(target, draft, settings.max_draft_len)
@@ -173,7 +175,7 @@ class SpeculativeRuntime:
                 self._costs,
                 self._max_draft_len,
                 trials=Trials(target.max_batch_size),
-                comparison=Comparison(target.max_batch_size, self._costs),
+                comparison=comparison or Comparison(target.max_batch_size, self._costs),
             )
             self._rest = self._adaptive.rest
 
