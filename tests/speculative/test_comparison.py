@@ -87,6 +87,18 @@ def test_a_first_comparison_counts_half_and_later_ones_less() -> None:
     assert comparison.is_known(ROWS) and not comparison.is_known(2 * ROWS)
 
 
+def test_what_was_rehearsed_makes_a_load_known_and_counts_no_further() -> None:
+    """The next comparison, of a client's requests, counts as a third one."""
+    comparison = Comparison(16, costs := Told())
+    for _ in range(6):
+        compare(comparison, 1000.0, 1000.0, tried=True)
+    comparison.doubt_rehearsal()
+    assert comparison.is_known(ROWS)
+    assert comparison.doubt(ROWS) == pytest.approx(NOISE / 3**0.5)
+    compare(comparison, 1200.0, 1000.0, tried=True)
+    assert costs.plain[ROWS] == pytest.approx(1.2**0.25)
+
+
 def test_what_has_changed_is_followed() -> None:
     comparison = Comparison(16, costs := Told())
     for _ in range(50):

@@ -91,6 +91,12 @@ class Comparison:
         attempts, compared = self._attempts[load], self._compared[load]
         return rows == 1 or compared >= KNOWN_FROM or attempts >= MOST_ATTEMPTS
 
+    def doubt_rehearsal(self) -> None:
+        """What was compared so far was of other requests than those to come: it makes a load known,
+        and counts no further.
+        """
+        self._compared = [min(count, KNOWN_FROM) for count in self._compared]
+
     def doubt(self, rows: int) -> float:
         """By which share what drafts gain may be off at the load of so many rows."""
         count = min(1 + self._compared[load_of(rows)], (2.0 - LEAST_WEIGHT) / LEAST_WEIGHT)

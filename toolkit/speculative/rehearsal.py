@@ -55,6 +55,7 @@ def rehearsed(
     for load in range(1, load_of(target.max_batch_size) + 1):
         rehearsal.compare(min(2**load, target.max_batch_size))
     rehearsal.end()
+    comparison.doubt_rehearsal()
     return costs, comparison
 
 
