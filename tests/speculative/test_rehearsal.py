@@ -28,7 +28,7 @@ class TimedEngine(PackingTableEngine):
     def __init__(
         self, clock: EngineTime, *, scale: float = 1.0, dearer: float = 1.0, **settings: Any
     ) -> None:
-        super().__init__(1, max_seq_len=512, **settings)
+        super().__init__(1, **{"max_seq_len": 512, **settings})
         self.clock, self.scale, self.dearer = clock, scale, dearer
 
     def pass_time(self, factor: float, tokens: int) -> None:
@@ -97,6 +97,14 @@ def test_loads_at_which_nothing_may_draft_are_left_out() -> None:
     widths = {(len(rows), max(rows)) for rows in target.packed if max(rows) <= 1 + LONGEST}
     assert {(2, 3), (4, 2)} <= widths and (4, 3) not in widths
     assert not any(rows > 4 for rows, _ in widths)
+
+
+@pytest.mark.parametrize(("context", "known"), [(2, False), (8, False), (256, True)])
+def test_a_short_context_has_short_requests_or_none(context: int, known: bool) -> None:
+    target, _ = pair(2, max_seq_len=context)
+    draft = TimedEngine(target.clock, scale=0.1, max_batch_size=2, max_seq_len=context)
+    _, comparison, _ = rehearse(target, draft)
+    assert comparison.is_known(2) is known and bool(target.packed) is known
 
 
 class Slow(TimedEngine):

@@ -137,7 +137,9 @@ class _Rehearsal:
         self._runtime.close()
 
     def _best_length(self, rows: int) -> int:
-        """Of perfect drafts; 0 if the load does not allow them, or they would be slow."""
+        """Of perfect drafts; 0 if load or context do not allow them, or they would be slow."""
+        if self._least_output <= 2:  # the first token and the last one of a step are no drafts
+            return 0
         longest, schedule = self._settings.max_draft_len, self._settings.draft_len_schedule
         if schedule:
             longest = min(longest, LoadSchedule(schedule).length(rows, 0))
